@@ -1,0 +1,1 @@
+"""Runnable recipes: training, comparison, plots, benchmarks."""

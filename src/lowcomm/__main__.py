@@ -1,0 +1,34 @@
+"""The command line: `lowcomm TOOL ...`, or `python -m lowcomm TOOL ...`."""
+
+import importlib
+import sys
+
+from lowcomm import __version__
+
+TOOLS = {
+    "demo": "DiLoCo against synchronous data parallel on two local workers",
+}
+
+USAGE = "usage: lowcomm TOOL [options]\n\ntools:\n" + "".join(
+    f"  {name:<10} {text}\n" for name, text in TOOLS.items()
+) + "\n`lowcomm TOOL --help` lists a tool's options."
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one tool and return its exit status."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments[:1] == ["--version"]:
+        print(__version__)
+        return 0
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] not in TOOLS:
+        print(f"lowcomm: unknown tool {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
+        return 2
+    tool = importlib.import_module(f"lowcomm.recipes.{arguments[0]}")
+    return int(tool.main(arguments[1:]) or 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
