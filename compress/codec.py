@@ -156,7 +156,9 @@ def check_encode(codec: Codec, x: Tensor, out: Tensor) -> None:
 def check_decode(codec: Codec, body: Tensor, out: Tensor) -> None:
     """Raise ValueError unless (body, out) fit `codec.decode`."""
     if out.dim() != 1 or not out.is_contiguous() or out.dtype != torch.float32:
-        raise ValueError(f"decode writes a contiguous 1-D float32 tensor but got {out.dtype} of shape {tuple(out.shape)}")
+        raise ValueError(
+            f"decode writes a contiguous 1-D float32 tensor but got {out.dtype} of shape {tuple(out.shape)}"
+        )
     check_body(body, codec.nbytes(out.numel()))
 
 

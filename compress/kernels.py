@@ -17,7 +17,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(str(path))
         except OSError as error:
-            logger.warning("lowcomm: cannot load %s (%s); codecs run on torch operations, several times slower", path, error)
+            logger.warning("lowcomm: cannot load %s (%s); codecs run on torch operations, much slower", path, error)
             return None
     logger.warning("lowcomm: installed without its C++ kernels; codecs run on torch operations, several times slower")
     return None
@@ -111,7 +111,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPE_CODES[dtype]
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernel(name: str, arguments: str) -> Any:
     """The C function `name`, returning int32, with argument types spelled by letters.
 

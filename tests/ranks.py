@@ -27,7 +27,7 @@ def run_ranks(
     `function` is at the top level of a test module. What it takes and returns is pickled: tensors, numbers, dicts.
     """
     outcomes = start_ranks(function, world_size, *args, timeout=timeout, group_timeout=group_timeout)
-    for rank, (value, error) in enumerate(outcomes):
+    for rank, (_value, error) in enumerate(outcomes):
         if error is not None:
             raise AssertionError(f"rank {rank} failed:\n{error}")
     return [value for value, _ in outcomes]
@@ -40,13 +40,23 @@ def start_ranks(
 
     A rank that dies or is still running after `timeout` seconds has the traceback "died" or "timed out".
     """
+    arguments = pickle.dumps(args)
     with tempfile.TemporaryDirectory() as folder:
         results = _CONTEXT.Queue()
         path, name = inspect.getfile(function), function.__qualname__
         processes = [
             _CONTEXT.Process(
                 target=_run_one,
-                args=(results, path, name, rank, world_size, os.path.join(folder, "store"), group_timeout, pickle.dumps(args)),
+                args=(
+                    results,
+                    path,
+                    name,
+                    rank,
+                    world_size,
+                    os.path.join(folder, "store"),
+                    group_timeout,
+                    pickle.dumps(args),
+                ),
                 daemon=True,
             )
             for rank in range(world_size)

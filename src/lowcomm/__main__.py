@@ -9,9 +9,11 @@ TOOLS = {
     "demo": "DiLoCo against synchronous data parallel on two local workers",
 }
 
-USAGE = "usage: lowcomm TOOL [options]\n\ntools:\n" + "".join(
-    f"  {name:<10} {text}\n" for name, text in TOOLS.items()
-) + "\n`lowcomm TOOL --help` lists a tool's options."
+USAGE = (
+    "usage: lowcomm TOOL [options]\n\ntools:\n"
+    + "".join(f"  {name:<10} {text}\n" for name, text in TOOLS.items())
+    + "\n`lowcomm TOOL --help` lists a tool's options."
+)
 
 
 def main(argv: list[str] | None = None) -> int:
