@@ -55,7 +55,7 @@ def start_ranks(
                     world_size,
                     os.path.join(folder, "store"),
                     group_timeout,
-                    pickle.dumps(args),
+                    arguments,
                 ),
                 daemon=True,
             )
