@@ -162,6 +162,17 @@ def check_decode(codec: Codec, body: Tensor, out: Tensor) -> None:
     check_body(body, codec.nbytes(out.numel()))
 
 
+def check_feedback(codec: Codec, x: Tensor, residual: Tensor, candidate: Tensor, out: Tensor) -> None:
+    """Raise ValueError unless the tensors fit `codec.encode_feedback`."""
+    for name, tensor in (("x", x), ("residual", residual), ("candidate", candidate)):
+        if tensor.dtype != torch.float32 or tensor.shape != (x.numel(),) or not tensor.is_contiguous():
+            raise ValueError(
+                f"error feedback takes contiguous float32 vectors of one length but {name} is {tensor.dtype} of "
+                f"shape {tuple(tensor.shape)} and x has {x.numel()} elements"
+            )
+    check_body(out, codec.nbytes(x.numel()))
+
+
 def check_body(body: Tensor, nbytes: int) -> None:
     """Raise ValueError unless `body` is a contiguous uint8 vector of exactly `nbytes`."""
     if body.dtype != torch.uint8 or body.dim() != 1 or not body.is_contiguous() or body.numel() != nbytes:
