@@ -45,14 +45,15 @@ _level = "torch"
 @lru_cache(maxsize=1)
 def library() -> ctypes.CDLL | None:
     """The loaded kernel library, or None (said once in the log) where it was not built or cannot be loaded."""
-    for path in sorted(Path(__file__).parent.glob("_kernels*.so")):
-        try:
-            return ctypes.CDLL(str(path))
-        except OSError as error:
-            logger.warning("lowcomm: cannot load %s (%s); codecs run on torch operations, much slower", path, error)
-            return None
-    logger.warning("lowcomm: installed without its C++ kernels; codecs run on torch operations, several times slower")
-    return None
+    path = Path(__file__).with_name("_kernels.so")
+    if not path.exists():
+        logger.warning("lowcomm: installed without its C++ kernels; codecs run on torch operations, much slower")
+        return None
+    try:
+        return ctypes.CDLL(str(path))
+    except OSError as error:
+        logger.warning("lowcomm: cannot load %s (%s); codecs run on torch operations, much slower", path, error)
+        return None
 
 
 def available_levels() -> tuple[str, ...]:

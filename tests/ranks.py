@@ -105,6 +105,7 @@ def _run_one(
             world_size=world_size,
             timeout=timedelta(seconds=group_timeout),
         )
+        dist.barrier()  # a rank that returns at once must not leave while another is still connecting
         value = getattr(module, name)(rank, world_size, *pickle.loads(args))
         results.put((rank, pickle.dumps(value), None))
         results.close()
