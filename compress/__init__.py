@@ -1,18 +1,54 @@
 """Gradient and delta compression: codecs, error feedback, CPU kernels. Knows nothing of process groups."""
 
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
-from .feedback import EF14, Feedback
+from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
+from .dgc import DGC, warmup_density
+from .feedback import (
+    EF14,
+    EF21,
+    EF21SGDM,
+    EControl,
+    EFDecay,
+    EMAFeedback,
+    Feedback,
+    average_state,
+    econtrol_eta,
+    handover_state,
+    reinject,
+    reset_state,
+)
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
+from .policy import Mixed
 
 __all__ = [
+    "DGC",
     "EF14",
+    "EF21",
+    "EF21SGDM",
     "HAS_INF",
     "HAS_NAN",
     "SATURATED",
     "Codec",
+    "EControl",
+    "EFDecay",
+    "EMAFeedback",
+    "Encoded",
     "Feedback",
+    "Mixed",
     "available_levels",
+    "average_state",
+    "econtrol_eta",
+    "handover_state",
     "kernel_level",
+    "load_bodies",
+    "load_tensors",
+    "pack_tensors",
+    "reinject",
+    "reset_state",
+    "save_bodies",
+    "save_tensors",
     "set_kernel_level",
+    "unpack_tensors",
     "use_kernel_level",
+    "warmup_density",
 ]

@@ -6,6 +6,7 @@ formats are in docs/wire-format.md.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -131,6 +132,10 @@ class Codec:
     def omega(self, n: int) -> float | None:
         """Worst-case variance of an unbiased codec: E ||C(x) - x||^2 <= omega ||x||^2, or None."""
         return None
+
+    def for_shapes(self, shapes: Sequence[tuple[int, ...]]) -> Codec:
+        """This codec for a flat vector of tensors with these shapes. Only codecs that use shapes differ from self."""
+        return self
 
     @property
     def config(self) -> str:
