@@ -19,6 +19,7 @@ from .feedback import (
 )
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
+from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 
 __all__ = [
     "DGC",
@@ -35,13 +36,17 @@ __all__ = [
     "Encoded",
     "Feedback",
     "Mixed",
+    "PowerIteration",
+    "PowerSGD",
     "available_levels",
     "average_state",
     "econtrol_eta",
+    "effective_rank",
     "handover_state",
     "kernel_level",
     "load_bodies",
     "load_tensors",
+    "orthonormalize",
     "pack_tensors",
     "reinject",
     "reset_state",

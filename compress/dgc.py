@@ -69,8 +69,7 @@ class DGC(Feedback):
         self, codec: Codec, x: Tensor, state: State, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> tuple[int, State]:
         velocity, filtered = self._filter(x, state["velocity"])
-        residual = torch.empty_like(velocity)
-        flags = codec.encode_feedback(filtered, state["residual"], residual, out, step=step, rank=rank, bucket=bucket)
+        flags = codec.encode_feedback(filtered, state["residual"], x, out, step=step, rank=rank, bucket=bucket)
         if self.masking:
             decoded = torch.empty_like(velocity)
             codec.decode(out, decoded, step=step, rank=rank, bucket=bucket)
@@ -79,7 +78,7 @@ class DGC(Feedback):
                     velocity[start:stop].masked_fill_(decoded[start:stop] != 0, 0.0)
         if flags & (HAS_NAN | HAS_INF):
             velocity.masked_fill_(~torch.isfinite(velocity), 0.0)
-        return flags, {"velocity": velocity, "residual": residual}
+        return flags, {"velocity": velocity, "residual": x}
 
     def discard(self, x: Tensor, state: State) -> State:
         velocity, filtered = self._filter(x, state["velocity"])

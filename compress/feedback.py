@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -73,6 +73,8 @@ class Feedback:
             mean: (n,) float32, the same on all ranks. May be overwritten.
             candidate: what `encode` returned, completed here before it is committed. A rank whose message was not
                 counted passes a shallow copy of its committed state, and commits that.
+
+        The tensors of the candidate may be changed in place, also those it shares with the committed state.
         """
         return mean
 
@@ -211,7 +213,7 @@ class EF21(Feedback):
     Source: arXiv 2106.05203; weights: arXiv 2402.10774.
     """
 
-    weight: float = 1.0
+    weight: float = field(default=1.0, repr=False)  # not in the text by which ranks compare their settings
 
     def __post_init__(self) -> None:
         _check_weight(self.weight)
@@ -253,7 +255,7 @@ class EF21SGDM(Feedback):
     """
 
     eta: float = 0.1
-    weight: float = 1.0
+    weight: float = field(default=1.0, repr=False)
 
     def __post_init__(self) -> None:
         _check_weight(self.weight)
@@ -426,8 +428,8 @@ def _advance(
 
 
 def _add_aggregate(mean: Tensor, candidate: State) -> Tensor:
-    candidate["aggregate"] = candidate["aggregate"] + mean
-    return mean.copy_(candidate["aggregate"])
+    # In place: a later message of the same vector, encoded before this exchange ended, shares this tensor.
+    return mean.copy_(candidate["aggregate"].add_(mean))
 
 
 def _scaled_(x: Tensor, weight: float) -> Tensor:

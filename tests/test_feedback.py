@@ -118,7 +118,7 @@ def test_failed_rounds_leave_no_trace(feedback: Feedback, codec: Codec) -> None:
     """Candidates of failed rounds are dropped: the run is bit for bit the one without those rounds."""
     torch.manual_seed(0)
     chance = random.Random(1)
-    clean = noisy = feedback.init(17, CPU)
+    clean, noisy = feedback.init(17, CPU), feedback.init(17, CPU)
     for step in range(30):
         while chance.random() < 0.4:  # the message is built, the exchange fails, the displacement stays
             send(feedback, codec, torch.randn(17), noisy, step=step, rank=1)
@@ -222,6 +222,24 @@ def test_aggregate_belongs_to_the_caller() -> None:
         sent, candidate, _ = send(feedback, Dense(), torch.ones(4), state)
         feedback.aggregate(sent, candidate).fill_(100.0)
         assert all(float(value.abs().max()) < 10 for value in candidate.values())
+
+
+def test_overlapped_messages_lose_no_aggregate() -> None:
+    """A message built on the candidate of one still on its way ends with the same state as one after the other."""
+    torch.manual_seed(13)
+    x, y, codec = torch.randn(8), torch.randn(8), KeepLargest(k=2)
+    for feedback in (EF21(), EF21SGDM(), EControl()):
+        start = feedback.init(8, CPU)
+        first, candidate, _ = send(feedback, codec, x, start, step=0)
+        second, later, _ = send(feedback, codec, y, candidate, step=1)
+        results = [feedback.aggregate(first.clone(), candidate), feedback.aggregate(second.clone(), later)]
+        expected = run(feedback, codec, [x, y])
+        assert all(torch.equal(got, want["result"]) for got, want in zip(results, expected, strict=True))
+        assert all(torch.equal(later[name], expected[1][name]) for name in later)
+
+
+def test_ranks_of_different_weight_have_the_same_settings() -> None:
+    assert repr(EF21(weight=0.5)) == repr(EF21(weight=2.0)) and EF21(weight=0.5) != EF21(weight=2.0)
 
 
 @pytest.mark.parametrize("delta", [0.1, 0.5])
