@@ -1,1 +1,20 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
+
+from .allreduce import AllReduce, Work
+from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
+from .groups import resolve_group
+from .receipt import Receipt
+
+__all__ = [
+    "Aborted",
+    "AllReduce",
+    "CorruptFrame",
+    "Disagreement",
+    "NonFinite",
+    "PeerFailure",
+    "PeerTimeout",
+    "Receipt",
+    "SyncError",
+    "Work",
+    "resolve_group",
+]

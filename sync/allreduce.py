@@ -1,0 +1,440 @@
+"""`AllReduce`: average a flat vector over a process group, compressed, agreed upon and overlapped.
+
+Every exchange begins with 64 bytes from each rank (hello.py). They settle, before anything large is sent, that all
+ranks mean the same exchange, who is missing, whose vector is not finite and how much each counts. All ranks end with
+the same bits; a failed exchange changes no state.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
+from .dense import Dense
+from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
+from .gather import AllGather
+from .groups import resolve_group
+from .hello import (
+    ABORTED,
+    SKIPPED,
+    UNABLE,
+    Hello,
+    check_able,
+    check_agreement,
+    combined_flags,
+    exchange_hellos,
+    hash64,
+    nonfinite_error,
+)
+from .lane import lane_of
+from .peers import Peers
+from .receipt import Receipt
+from .two_phase import TwoPhase
+
+__all__ = ["AllReduce", "Work"]
+
+State = dict[str, Tensor]
+_ALGORITHMS = ("auto", "all_gather", "two_phase")
+_REDUCTIONS = ("mean", "sum", "mean_contributors")
+_POLICIES = ("raise", "skip", "use")
+
+
+class Work:
+    """Handle of one exchange. `wait` first, then `result`."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def wait(self) -> Receipt:
+        """Block until the exchange has ended and return its receipt. May be called again.
+
+        Raises:
+            SyncError: it failed on this rank; nothing was committed.
+        """
+        start = time.perf_counter()
+        self._exchange.finished.wait()
+        self._exchange.receipt.blocked_ms += (time.perf_counter() - start) * 1e3
+        if self._exchange.error is not None:
+            raise self._exchange.error
+        return self._exchange.receipt
+
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self._exchange.finished.is_set()
+
+    @property
+    def result(self) -> Tensor:
+        """The reduced vector, (n,), in memory that now belongs to the caller.
+
+        Raises:
+            RuntimeError: `wait` has not been called, or the exchange failed.
+        """
+        if not self.done() or self._exchange.result is None:
+            raise RuntimeError("no result: call wait() first, and use the result only when it did not raise")
+        return self._exchange.result
+
+
+class AllReduce:
+    """Reduce flat vectors over a process group.
+
+    The result of round t is `mean_r C(x_r)` (or the sum), with C the codec and error feedback per bucket. With
+    `codec=None` the vectors travel as they are, by the backend's own all-reduce.
+
+    Args:
+        process_group: a ProcessGroup, a 1-D DeviceMesh, or None: the default group where one is initialised, else this
+            process alone.
+        codec: what compresses the vectors, or None.
+        feedback: None, "auto" (EF14 unless the codec is unbiased or None), or a Feedback.
+        algorithm: "all_gather" (each rank sends its message to all; one lossy encoding), "two_phase" (each rank sums
+            and re-encodes one slice; 2 / N of the bytes), or "auto": two phases for codecs that can be applied again,
+            from three ranks on.
+        reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
+            ranks that sent a value other than zero there.
+        second_codec: codec of the second phase; None: the same.
+        nonfinite: what all ranks do when any rank offers NaN or infinity. "raise": NonFinite everywhere; "skip": the
+            round is dropped, the result is zero and the receipt says `skipped`; "use": go on (a codec encodes such
+            elements as 0).
+
+    Raises:
+        ValueError: an unknown option, or one that does not fit the others.
+
+    >>> allreduce = AllReduce()
+    >>> work = allreduce.reduce(torch.tensor([1.0, 2.0]))
+    >>> work.wait().world_size, work.result
+    (1, tensor([1., 2.]))
+    """
+
+    def __init__(
+        self,
+        process_group: Any = None,
+        codec: Codec | None = None,
+        feedback: Feedback | str | None = None,
+        *,
+        algorithm: str = "auto",
+        reduce: str = "mean",
+        second_codec: Codec | None = None,
+        nonfinite: str = "raise",
+    ) -> None:
+        _check_option("algorithm", algorithm, _ALGORITHMS)
+        _check_option("reduce", reduce, _REDUCTIONS)
+        _check_option("nonfinite", nonfinite, _POLICIES)
+        self._group = resolve_group(process_group)
+        self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
+        self._second_codec = second_codec
+        self._algorithm_option, self._reduce, self._nonfinite = algorithm, reduce, nonfinite
+        self._states: dict[int, State] = {}
+        self._owner: dict[int, Tensor] = {}
+        self._lengths: dict[int, int] = {}
+        self._connect()
+
+    def _connect(self) -> None:
+        """Everything that belongs to this process: never copied or pickled."""
+        self._buffers = Buffers()
+        self._lock = threading.Lock()
+        self._latest: dict[int, Exchange] = {}
+        self._sequence = 0
+        self._lane = None if self._group is None else lane_of(self._group)
+        peers = Peers(self._group)
+        self.rank, self.world_size = peers.rank, peers.world_size
+        self._peers: Peers = peers
+        self._algorithm = self._choose()
+
+    def _choose(self) -> Algorithm:
+        codec, second = self._codec, self._second_codec
+        if codec is None:
+            if self._algorithm_option != "auto" or second is not None:
+                raise ValueError("codec=None uses the backend's all-reduce: leave algorithm and second_codec unset")
+            return Dense(self._reduce)
+        if not isinstance(codec, Codec) or not isinstance(second, Codec | None):
+            raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
+        second = codec if second is None else second
+        possible = codec.fixed_size and second.fixed_size and second.requantizable
+        if self._algorithm_option == "two_phase" and not possible:
+            raise ValueError(
+                f'algorithm="two_phase" needs codecs with fixed_size and requantizable, which {second.config} and '
+                f'{codec.config} are not both; use algorithm="all_gather" or another second_codec'
+            )
+        automatic = self._algorithm_option == "auto"
+        if self._algorithm_option == "all_gather" or not possible or (automatic and self.world_size <= 2):
+            if self._second_codec is not None and not automatic:
+                raise ValueError('second_codec is used by algorithm="two_phase" only; remove it')
+            return AllGather(codec, self._feedback, self._reduce, self._buffers)
+        return TwoPhase(codec, second, self._feedback, self._reduce, self._buffers, self.world_size)
+
+    def start(
+        self,
+        flat: Tensor,
+        *,
+        bucket: int = 0,
+        round: int = 0,
+        weight: float = 1.0,
+        check: int = 0,
+        describe: Callable[[], dict[str, object]] | None = None,
+    ) -> Work:
+        """Begin to reduce `flat` and return at once. All ranks start the same exchanges in the same order.
+
+        The first call makes a private process group, which waits for all ranks once.
+
+        Args:
+            flat: (n,) float32, or float64 when there is no codec. Consumed: its memory now belongs to the exchange, and
+                `Work.result` may live in it or elsewhere.
+            bucket: which vector this is; the feedback state belongs to it. 0 <= bucket < 2^32.
+            round: counter that all ranks agree on; also the codec's random step.
+            weight: how much this rank counts, >= 0. A rank with weight 0 takes part, adds nothing and keeps its state.
+            check: a 64-bit hash of whatever must be equal on all ranks.
+            describe: the names and values behind `check`, called only when some rank's `check` differs.
+
+        Raises:
+            ValueError: an argument that no rank could use.
+        """
+        exchange = self._prepare(flat, bucket, round, weight, check, describe)
+        if self._lane is None:
+            exchange.run()
+            exchange.publish()
+            return Work(exchange)
+        self._use_group(overlapped=True)
+        self._lane.submit(exchange)
+        return Work(exchange)
+
+    def reduce(
+        self,
+        flat: Tensor,
+        *,
+        bucket: int = 0,
+        round: int = 0,
+        weight: float = 1.0,
+        check: int = 0,
+        describe: Callable[[], dict[str, object]] | None = None,
+    ) -> Work:
+        """As `start` and `wait` in one, without the helper thread. Arguments and errors as there."""
+        exchange = self._prepare(flat, bucket, round, weight, check, describe)
+        work = Work(exchange)
+        if self._lane is None:
+            exchange.run()
+            exchange.publish()
+        else:
+            self._use_group(overlapped=False)
+            if not self._lane.run(exchange):
+                self._lane.submit(exchange)
+        work.wait()
+        return work
+
+    def _use_group(self, overlapped: bool) -> None:
+        assert self._lane is not None
+        group = self._lane.group(self._group, overlapped)
+        if group is not self._peers.group:
+            self._peers = Peers(group)
+
+    def _prepare(
+        self,
+        flat: Tensor,
+        bucket: int,
+        round: int,
+        weight: float,
+        check: int,
+        describe: Callable[[], dict[str, object]] | None,
+    ) -> Exchange:
+        self._check_arguments(flat, bucket, round, weight)
+        receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
+        exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
+        exchange.check, exchange.describe, exchange.drive = check & (2**64 - 1), describe, self._drive
+        self._sequence += 1
+        with self._lock:
+            pending = self._latest.get(bucket)
+            if self._feedback is not None and pending is not None and not pending.settled:
+                exchange.previous, exchange.base = pending, pending.candidate or pending.base
+            else:
+                exchange.base = self._states.get(bucket)
+            self._latest[bucket] = exchange
+        with Stopwatch() as watch:
+            try:
+                self._algorithm.prepare(exchange)
+            except Exception as error:
+                # The other ranks wait for our hello: they get it, with the news that this rank is unable.
+                exchange.error = error
+        receipt.encode_ms = watch.ms
+        return exchange
+
+    def _check_arguments(self, flat: Tensor, bucket: int, round: int, weight: float) -> None:
+        allowed = (torch.float32, torch.float64) if self._codec is None else (torch.float32,)
+        if flat.dim() != 1 or flat.dtype not in allowed or not flat.is_contiguous():
+            raise ValueError(
+                f"flat must be a contiguous 1-D tensor of {' or '.join(map(str, allowed))} but is {flat.dtype} of "
+                f"shape {tuple(flat.shape)}"
+            )
+        if not 0 <= bucket < 2**32 or round < 0:
+            raise ValueError(f"need 0 <= bucket < 2**32 and round >= 0 but got bucket={bucket}, round={round}")
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"weight must be finite and >= 0 but is: {weight}")
+
+    def _drive(self, exchange: Exchange) -> None:
+        """Everything between `start` and the waiters, in the lane."""
+        try:
+            self._communicate(exchange)
+            self._commit(exchange)
+        finally:
+            with self._lock:
+                exchange.settle()
+
+    def _communicate(self, exchange: Exchange) -> None:
+        peers, receipt = self._peers, exchange.receipt
+        sent, received, wire = peers.sent, peers.received, peers.wire_seconds
+        try:
+            hellos = self._agree(exchange, peers)
+            receipt.header_bytes = peers.sent - sent
+            self._perform(exchange, peers, hellos)
+        finally:
+            receipt.bytes_sent, receipt.bytes_received = peers.sent - sent, peers.received - received
+            receipt.wire_ms = (peers.wire_seconds - wire) * 1e3
+
+    def _agree(self, exchange: Exchange, peers: Peers) -> list[Hello]:
+        hellos = exchange_hellos(peers, self._hello(exchange))
+        receipt = exchange.receipt
+        check_agreement(peers, hellos, lambda: self._description(exchange))
+        if exchange.error is not None:
+            raise exchange.error
+        check_able(hellos)
+        receipt.contributors = sum(hello.weight > 0 for hello in hellos)
+        receipt.weight_total = sum(hello.weight for hello in hellos)
+        receipt.flags = combined_flags(hellos)
+        return hellos
+
+    def _hello(self, exchange: Exchange) -> Hello:
+        flags = exchange.header.flags | (UNABLE if exchange.error is not None else 0)
+        if exchange.previous is not None and exchange.previous.error is not None:
+            flags |= ABORTED
+        if exchange.previous is not None and exchange.previous.receipt.skipped:
+            flags |= SKIPPED
+        return Hello(
+            codec=self._algorithm.codec_id(),
+            flags=flags,
+            round=exchange.round,
+            settings=hash64(repr(self._settings(exchange))),
+            check=exchange.check,
+            elements=exchange.elements,
+            weight=exchange.weight,
+            bucket=exchange.bucket,
+            sequence=exchange.sequence,
+            frame_bytes=0 if exchange.frames is None else exchange.frames.numel(),
+        )
+
+    def _settings(self, exchange: Exchange) -> dict[str, object]:
+        mine = {"dtype": str(exchange.flat.dtype), "reduce": self._reduce, "nonfinite": self._nonfinite}
+        return {**self._algorithm.settings(), **mine}
+
+    def _description(self, exchange: Exchange) -> dict[str, object]:
+        named = {"bucket": exchange.bucket, "round": exchange.round, "vector length": exchange.elements}
+        theirs = {} if exchange.describe is None else exchange.describe()
+        return {**self._settings(exchange), **named, **theirs}
+
+    def _perform(self, exchange: Exchange, peers: Peers, hellos: list[Hello]) -> None:
+        receipt = exchange.receipt
+        if any(hello.flags & SKIPPED for hello in hellos):
+            self._skip(exchange)
+            return
+        if receipt.flags & (HAS_NAN | HAS_INF) and self._refuse(exchange, hellos):
+            return
+        exchange.owner_base = self._owner.get(exchange.bucket)
+        shares = Shares.of([hello.weight for hello in hellos], self._reduce)
+        lengths = [hello.frame_bytes for hello in hellos]
+        self._algorithm.communicate(exchange, peers, shares, lengths)
+        # The sum of finite vectors may overflow: owners report that in the second phase.
+        if receipt.flags & (HAS_NAN | HAS_INF):
+            self._refuse(exchange, hellos)
+
+    def _refuse(self, exchange: Exchange, hellos: list[Hello]) -> bool:
+        """Apply the policy for non-finite values; True: the round is dropped."""
+        if self._nonfinite == "raise":
+            raise nonfinite_error(hellos)
+        if self._nonfinite == "use":
+            return False
+        self._skip(exchange)
+        return True
+
+    def _skip(self, exchange: Exchange) -> None:
+        exchange.receipt.skipped = True
+        exchange.result = exchange.flat.zero_()
+
+    def _commit(self, exchange: Exchange) -> None:
+        assert exchange.result is not None
+        if exchange.receipt.skipped:
+            return
+        if exchange.candidate is not None and self._feedback is not None:
+            exchange.result = self._feedback.aggregate(exchange.result, exchange.candidate)
+        with self._lock:
+            exchange.settled = True
+            self._lengths[exchange.bucket] = exchange.elements
+            if exchange.owner_candidate is not None:
+                self._owner[exchange.bucket] = exchange.owner_candidate
+            if exchange.candidate is None:
+                return
+            old = self._states.get(exchange.bucket) or exchange.base or {}
+            self._states[exchange.bucket] = exchange.candidate
+        kept = {tensor.data_ptr() for tensor in (*exchange.candidate.values(), exchange.result)}
+        self._buffers.give(*(tensor for tensor in old.values() if tensor.data_ptr() not in kept))
+
+    def owner_slice(self, bucket: int = 0) -> tuple[int, int]:
+        """[start, stop) of the slice this rank sums in a two-phase exchange of `bucket`; (0, 0) with other algorithms.
+
+        Raises:
+            KeyError: the bucket was never exchanged nor loaded.
+        """
+        if not isinstance(self._algorithm, TwoPhase):
+            return (0, 0)
+        return self._algorithm.partition(self._lengths[bucket]).bounds[self.rank]
+
+    def state(self, bucket: int = 0) -> State:
+        """A copy of the committed feedback state of a bucket: named flat tensors.
+
+        "residual" and others of the feedback rule have the length of the vector; "owner_residual" (two-phase) has the
+        length of `owner_slice`. Empty before the first exchange.
+        """
+        with self._lock:
+            state = {name: tensor.clone() for name, tensor in self._states.get(bucket, {}).items()}
+            if bucket in self._owner:
+                state["owner_residual"] = self._owner[bucket].clone()
+        return state
+
+    def load_state(self, bucket: int, state: State) -> None:
+        """Replace the feedback state of a bucket by a copy of `state`, as `state()` returned it. {} starts afresh.
+
+        Raises:
+            RuntimeError: an exchange of the bucket is in flight.
+        """
+        with self._lock:
+            pending = self._latest.get(bucket)
+            if pending is not None and not pending.settled:
+                raise RuntimeError(f"bucket {bucket} has an exchange in flight; wait for it before load_state")
+            copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+            self._forget(bucket)
+            if "owner_residual" in copies:
+                self._owner[bucket] = copies.pop("owner_residual")
+            if copies:
+                self._states[bucket] = copies
+                self._lengths[bucket] = next(iter(copies.values())).numel()
+
+    def _forget(self, bucket: int) -> None:
+        tables: tuple[dict[int, Any], ...] = (self._latest, self._states, self._owner, self._lengths)
+        for table in tables:
+            table.pop(bucket, None)
+
+
+def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {allowed} but is: {value!r}")
+
+
+def _resolve_feedback(feedback: Feedback | str | None, codec: Codec | None) -> Feedback | None:
+    if feedback == "auto":
+        return None if codec is None or codec.unbiased else EF14()
+    if isinstance(feedback, Feedback) and codec is None:
+        raise ValueError(f"feedback corrects what a codec loses, but codec is None; remove {feedback!r}")
+    if feedback is not None and not isinstance(feedback, Feedback):
+        raise ValueError(f'feedback must be None, "auto" or a Feedback but is: {feedback!r}')
+    return feedback

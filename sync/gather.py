@@ -1,0 +1,84 @@
+"""Algorithm A1: every rank sends its encoded vector to every rank, each decodes and sums all of them.
+
+    acc = 0;  for r = 0 .. N-1: acc = fl(acc + fl(w_r * decode(body_r)));  result = acc / sum w
+
+One step, one lossy encoding, works with every codec. Traffic per rank and direction: (N - 1) F, F the frame length.
+The summation order is fixed, so all ranks hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..compress import Codec, Feedback
+from .exchange import Buffers, Exchange, Shares, Stopwatch, initial_state
+from .frames import ABSENT, HEADER_BYTES, frame_bytes, parse_frame, write_header
+from .peers import Peers
+from .reduction import add_message, divide
+
+__all__ = ["AllGather"]
+
+
+class AllGather:
+    """A1 with one codec and an optional feedback rule."""
+
+    name = "all_gather"
+
+    def __init__(self, codec: Codec, feedback: Feedback | None, reduce: str, buffers: Buffers) -> None:
+        self._codec, self._feedback, self._reduce, self._buffers = codec, feedback, reduce, buffers
+
+    def settings(self) -> dict[str, object]:
+        return {"codec": self._codec.config, "feedback": repr(self._feedback), "algorithm": self.name}
+
+    def codec_id(self) -> int:
+        return self._codec.id
+
+    def prepare(self, exchange: Exchange) -> None:
+        length = self._codec.nbytes(exchange.elements)
+        frames = self._buffers.take(frame_bytes(length), torch.uint8, exchange.flat.device)
+        frames[HEADER_BYTES + length :].zero_()
+        exchange.frames = frames
+        encode(self._codec, self._feedback, exchange, frames[HEADER_BYTES : HEADER_BYTES + length])
+        write_header(frames, replace(exchange.header, codec=self._codec.id))
+
+    def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
+        assert exchange.frames is not None
+        n, device = exchange.elements, exchange.flat.device
+        slots = [self._buffers.take(length, torch.uint8, device) for length in lengths]
+        arrival = peers.all_gather(exchange.frames, slots)
+        total = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
+        total.zero_()
+        counts = torch.zeros_like(total) if self._reduce == "mean_contributors" else None
+        for rank, factor in enumerate(shares.factors):
+            frame = arrival.slot(rank)
+            with Stopwatch() as watch:
+                self._add(frame, rank, factor, exchange, total, counts)
+            exchange.receipt.decode_ms += watch.ms
+        arrival.finish()
+        exchange.result = divide(total, counts, shares.divisor)
+        self._buffers.give(exchange.frames, *slots)
+
+    def _add(
+        self, frame: Tensor, rank: int, factor: float, exchange: Exchange, total: Tensor, counts: Tensor | None
+    ) -> None:
+        length, codec = self._codec.nbytes(exchange.elements), self._codec
+        header, body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=rank)
+        if factor != 0.0 and not header.flags & ABSENT:
+            add_message(codec, body, total, counts, factor, exchange.round, rank, exchange.bucket)
+
+
+def encode(codec: Codec, feedback: Feedback | None, exchange: Exchange, body: Tensor) -> None:
+    """Encode the vector of an exchange into `body`; a rank with weight 0 sends zeros and keeps its state."""
+    if exchange.weight == 0.0:
+        body.zero_()
+        return
+    key = {"step": exchange.round, "rank": exchange.rank, "bucket": exchange.bucket}
+    if feedback is None:
+        exchange.flags = codec.encode(exchange.flat, body, **key)
+        return
+    state = initial_state(feedback, exchange)
+    exchange.flags, exchange.candidate = feedback.encode(codec, exchange.flat, state, body, **key)

@@ -1,0 +1,168 @@
+"""Agreement before every exchange: 64 bytes from each rank to each rank.
+
+A hello says which exchange a rank is about to start: frame header (frames.py), then
+
+    offset  type  field
+    16      u64   hash of the settings: codec, feedback, algorithm, reduction, dtype
+    24      u64   the caller's check hash (hyper-parameters)
+    32      u64   vector length
+    40      f64   averaging weight
+    48      u32   bucket
+    52      u32   sequence number of the exchange
+    56      u64   frame length
+
+All ranks see the same N hellos, so all take the same decision, before anything large is sent.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from hashlib import blake2b
+
+import torch
+
+from ..compress import HAS_INF, HAS_NAN
+from .errors import Aborted, Disagreement, NonFinite, SyncError
+from .frames import MAGIC
+from .peers import Peers
+
+__all__ = ["HELLO_BYTES", "Hello"]
+
+SKIPPED = 0x2000  # this message builds on one that was skipped
+UNABLE = 0x4000  # this rank raised an error of its own while preparing
+ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
+_LAYOUT = struct.Struct("<IHHIfQQQdIIQ")
+HELLO_BYTES = _LAYOUT.size
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What one rank is about to exchange."""
+
+    codec: int
+    flags: int
+    round: int
+    settings: int
+    check: int
+    elements: int
+    weight: float
+    bucket: int
+    sequence: int
+    frame_bytes: int
+    magic: int = MAGIC
+
+    def pack(self) -> bytes:
+        """The 64 bytes."""
+        return _LAYOUT.pack(
+            self.magic,
+            self.codec,
+            self.flags,
+            self.round & 0xFFFFFFFF,
+            min(self.weight, 3.4028234e38),
+            self.settings,
+            self.check,
+            self.elements,
+            self.weight,
+            self.bucket,
+            self.sequence & 0xFFFFFFFF,
+            self.frame_bytes,
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Hello:
+        """Read 64 bytes."""
+        magic, codec, flags, round_, _, settings, check, elements, weight, bucket, sequence, length = _LAYOUT.unpack(
+            data
+        )
+        return cls(codec, flags, round_, settings, check, elements, weight, bucket, sequence, length, magic)
+
+
+def hash64(text: str) -> int:
+    """A 64-bit hash of a text, equal in every process."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def exchange_hellos(peers: Peers, mine: Hello) -> list[Hello]:
+    """The hello of every rank.
+
+    Raises:
+        PeerFailure, PeerTimeout: naming the ranks whose hello did not come.
+    """
+    if peers.world_size == 1:
+        return [mine]
+    message = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(peers.device)
+    table = torch.empty(peers.world_size, HELLO_BYTES, dtype=torch.uint8, device=peers.device)
+    messages = peers.all_gather(message, list(table)).finish()
+    return [Hello.unpack(bytes(received.tolist())) for received in messages]
+
+
+# What must agree, and what to call it in the message. `frame_bytes` and `weight` may differ.
+_AGREED = {
+    "magic": "protocol magic",
+    "bucket": "bucket",
+    "round": "round",
+    "elements": "vector length",
+    "codec": "codec id",
+    "settings": "settings",
+    "check": "check",
+    "sequence": "number of exchanges so far",
+}
+
+
+def check_agreement(peers: Peers, hellos: Sequence[Hello], describe: Callable[[], dict[str, object]]) -> None:
+    """Raise Disagreement on every rank when the hellos are not of one and the same exchange.
+
+    Args:
+        describe: names and values behind the hashes; called, and gathered from all ranks, only on a mismatch.
+    """
+    differing = [f.name for f in fields(Hello) if f.name in _AGREED and len({getattr(h, f.name) for h in hellos}) > 1]
+    if not differing:
+        return
+    if "magic" in differing:
+        raise Disagreement(_AGREED["magic"], [hex(h.magic) for h in hellos])
+    descriptions = peers.all_gather_object(describe())
+    names = [name for description in descriptions for name in description]
+    for name in dict.fromkeys(names):
+        values = [description.get(name) for description in descriptions]
+        if any(value != values[0] for value in values):
+            raise Disagreement(name, values)
+    name = min(differing, key=list(_AGREED).index)
+    raise Disagreement(_AGREED[name], [getattr(h, name) for h in hellos])
+
+
+def check_able(hellos: Sequence[Hello]) -> None:
+    """Raise on every rank when some rank cannot take part, or when no rank contributes."""
+    unable = [rank for rank, hello in enumerate(hellos) if hello.flags & UNABLE]
+    if unable:
+        raise Aborted(f"ranks {unable} raised an error while preparing their message; nothing was exchanged", unable)
+    aborted = [rank for rank, hello in enumerate(hellos) if hello.flags & ABORTED]
+    if aborted:
+        raise Aborted(
+            f"the message builds on an earlier exchange of this bucket that failed on ranks {aborted}; nothing was "
+            f"exchanged",
+            aborted,
+        )
+    if not any(hello.weight > 0 for hello in hellos):
+        raise SyncError("all ranks have weight 0, so there is nothing to average; give at least one a positive weight")
+
+
+def combined_flags(hellos: Sequence[Hello]) -> int:
+    """OR of the frame flags of all contributing ranks."""
+    flags = 0
+    for hello in hellos:
+        if hello.weight > 0:
+            flags |= hello.flags & 0xFF
+    return flags
+
+
+def nonfinite_error(hellos: Sequence[Hello]) -> NonFinite:
+    """The error that names the ranks which offered NaN or infinity."""
+    ranks = [rank for rank, h in enumerate(hellos) if h.weight > 0 and h.flags & (HAS_NAN | HAS_INF)]
+    kinds = [name for bit, name in ((HAS_NAN, "NaN"), (HAS_INF, "infinity")) if combined_flags(hellos) & bit]
+    return NonFinite(
+        f"ranks {ranks} offered {' and '.join(kinds)}; nothing was committed. Look at the loss of those ranks, or drop "
+        f'such rounds with nonfinite="skip"',
+        ranks,
+    )

@@ -1,0 +1,191 @@
+"""Send bytes to every other rank of a group and receive theirs, with errors that name ranks.
+
+gloo runs on point-to-point messages: they overlap decoding with receiving, a broken or silent peer is known by its
+rank, and gloo's own all-gather collapses above a few MiB. Other backends run on `all_to_all_single` and
+`all_gather_into_tensor`, uint8 only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import PeerFailure, PeerTimeout
+
+T = TypeVar("T")
+_TAG = 0x4C43  # of our point-to-point messages, so that they never match the user's
+
+
+class Peers:
+    """The ranks of one group as seen by this rank. Counts bytes and time on the wire.
+
+    Args:
+        group: a ProcessGroup, or None for a world of one.
+        point_to_point: send with isend/irecv; None: on gloo only.
+    """
+
+    def __init__(self, group: Any | None, point_to_point: bool | None = None) -> None:
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self._global = [0] if group is None else dist.get_process_group_ranks(group)
+        backend = "" if group is None else str(dist.get_backend(group))
+        self.point_to_point = "gloo" in backend if point_to_point is None else point_to_point
+        self.device = torch.device("cuda" if backend == "nccl" else "cpu")  # of small control messages
+        self.sent = self.received = 0
+        self.wire_seconds = 0.0
+
+    def all_gather(self, mine: Tensor, slots: Sequence[Tensor]) -> Arrival:
+        """Send `mine` to every rank; slots[r] receives rank r's. The own slot is not used.
+
+        Args:
+            mine: uint8.
+            slots: one uint8 tensor for each rank, as long as that rank's message.
+        """
+        if self.point_to_point or self.world_size == 1:
+            return Arrival(self, [mine] * self.world_size, slots)
+        return self._all_gather_collective(mine, slots)
+
+    def all_to_all(self, outgoing: Sequence[Tensor], slots: Sequence[Tensor]) -> Arrival:
+        """Send outgoing[r] to rank r; slots[r] receives what rank r has for this rank. All of one length."""
+        if self.point_to_point or self.world_size == 1:
+            return Arrival(self, outgoing, slots)
+        received = torch.empty(slots[0].numel() * self.world_size, dtype=torch.uint8, device=slots[0].device)
+        sent = torch.cat(list(outgoing))
+        self._call(lambda: dist.all_to_all_single(received, sent, group=self.group))
+        self._count(sent.numel() // self.world_size * (self.world_size - 1))
+        return Arrival(self, outgoing, list(received.chunk(self.world_size)), ready=True)
+
+    def _all_gather_collective(self, mine: Tensor, slots: Sequence[Tensor]) -> Arrival:
+        longest = max(slot.numel() for slot in slots)
+        received = torch.empty(longest * self.world_size, dtype=torch.uint8, device=mine.device)
+        padded = mine if mine.numel() == longest else torch.nn.functional.pad(mine, (0, longest - mine.numel()))
+        self._call(lambda: _all_gather(received, padded, self.group))
+        self._count(longest * (self.world_size - 1))
+        parts = [part[: slot.numel()] for part, slot in zip(received.view(-1, longest), slots, strict=True)]
+        return Arrival(self, [mine] * self.world_size, parts, ready=True)
+
+    def all_reduce(self, x: Tensor) -> None:
+        """Sum `x` over the ranks in place. Counted as a ring: 2 (N - 1) / N of its bytes in each direction."""
+        if self.world_size == 1 or x.numel() == 0:
+            return
+        self._call(lambda: dist.all_reduce(x, op=dist.ReduceOp.SUM, group=self.group))
+        self._count(2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
+
+    def all_gather_object(self, value: object) -> list[Any]:
+        """One picklable object from every rank. Used on the way to an error only; not counted."""
+        values: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        self._call(lambda: dist.all_gather_object(values, value, group=self.group))
+        return values
+
+    def irecv(self, slot: Tensor, rank: int) -> Any:
+        return dist.irecv(slot, self._global[rank], group=self.group, tag=_TAG)
+
+    def isend(self, message: Tensor, rank: int) -> Any:
+        return dist.isend(message, self._global[rank], group=self.group, tag=_TAG)
+
+    def _count(self, num_bytes: int) -> None:
+        self.sent += num_bytes
+        self.received += num_bytes
+
+    def _call(self, operation: Callable[[], T]) -> T:
+        start = time.perf_counter()
+        try:
+            return operation()
+        except RuntimeError as error:
+            raise network_error(error, ()) from error
+        finally:
+            self.wire_seconds += time.perf_counter() - start
+
+
+class Arrival:
+    """Messages on their way from every peer. `slot(r)` waits for rank r's; `finish` for all, ours included."""
+
+    def __init__(self, peers: Peers, outgoing: Sequence[Tensor], slots: Sequence[Tensor], ready: bool = False) -> None:
+        self._peers = peers
+        self._slots = list(slots)
+        self._slots[peers.rank] = outgoing[peers.rank]
+        self._receiving: dict[int, Any] = {}
+        self._sending: dict[int, Any] = {}
+        self._failed: dict[int, RuntimeError] = {}
+        if not ready and peers.world_size > 1:
+            self._post(outgoing)
+
+    def _post(self, outgoing: Sequence[Tensor]) -> None:
+        # Nearest neighbour first, so that not everybody floods rank 0 at once.
+        world_size, rank = self._peers.world_size, self._peers.rank
+        for step in range(1, world_size):
+            source, target = (rank - step) % world_size, (rank + step) % world_size
+            self._try(source, partial(self._receive, source))
+            self._try(target, partial(self._send, outgoing[target], target))
+
+    def _receive(self, rank: int) -> None:
+        self._receiving[rank] = self._peers.irecv(self._slots[rank], rank)
+        self._peers.received += self._slots[rank].numel()
+
+    def _send(self, message: Tensor, rank: int) -> None:
+        self._sending[rank] = self._peers.isend(message, rank)
+        self._peers.sent += message.numel()
+
+    def _try(self, rank: int, operation: Callable[[], Any]) -> None:
+        start = time.perf_counter()
+        try:
+            operation()
+        except RuntimeError as error:
+            self._failed.setdefault(rank, error)
+        finally:
+            self._peers.wire_seconds += time.perf_counter() - start
+
+    def slot(self, rank: int) -> Tensor:
+        """Wait for the message of `rank` and return it.
+
+        Raises:
+            PeerFailure, PeerTimeout: it did not come.
+        """
+        work = self._receiving.pop(rank, None)
+        if work is not None:
+            self._try(rank, work.wait)
+        if rank in self._failed:
+            self.finish()
+        return self._slots[rank]
+
+    def finish(self) -> list[Tensor]:
+        """Wait for everything, then return all messages; one error names all ranks that failed."""
+        for rank in list(self._receiving):
+            self._try(rank, self._receiving.pop(rank).wait)
+        for rank in list(self._sending):
+            self._try(rank, self._sending.pop(rank).wait)
+        if self._failed:
+            first = min(self._failed)
+            raise network_error(self._failed[first], sorted(self._failed)) from self._failed[first]
+        return self._slots
+
+
+def network_error(error: RuntimeError, ranks: Sequence[int]) -> PeerFailure:
+    """The SyncError for what a torch.distributed call raised."""
+    text = str(error)
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}" if ranks else "some rank"
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return PeerTimeout(
+            f"{who} did not answer within the process group's timeout; the process group is broken, nothing was "
+            f"committed ({text})",
+            ranks,
+        )
+    return PeerFailure(
+        f"the connection to {who} broke; the process group cannot be used any more, nothing was committed ({text})",
+        ranks,
+    )
+
+
+def _all_gather(output: Tensor, mine: Tensor, group: Any) -> None:
+    # torch 2.13 renamed it and warns at every call of the old name
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(output, mine, group=group)

@@ -1,0 +1,56 @@
+"""What one exchange cost and what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Receipt"]
+
+
+@dataclass
+class Receipt:
+    """The account of one exchange on this rank.
+
+    Bytes are those handed to the transport, counted where they are handed over. A dense all-reduce is counted as the
+    ring that backends run: 2 (N - 1) / N of the vector in each direction.
+
+    Attributes:
+        round: the round number given to `start`.
+        bucket: the bucket given to `start`.
+        algorithm: "local", "dense", "all_gather" or "two_phase".
+        elements: length of the vector.
+        world_size: ranks in the process group, N.
+        contributors: ranks whose weight was not zero.
+        weight_total: sum of all weights.
+        bytes_sent: all bytes this rank sent, agreement messages and frame headers included.
+        bytes_received: all bytes this rank received.
+        header_bytes: of those, the agreement messages (the same number in each direction).
+        encode_ms: feedback and encoding, in the thread that called `start`.
+        wire_ms: waiting for the network, in the thread that drives the exchange.
+        decode_ms: decoding and summing, in the thread that drives the exchange.
+        blocked_ms: time the caller spent inside `wait`.
+        flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
+        skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.
+    """
+
+    round: int
+    bucket: int
+    algorithm: str
+    elements: int
+    world_size: int
+    contributors: int = 0
+    weight_total: float = 0.0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    header_bytes: int = 0
+    encode_ms: float = 0.0
+    wire_ms: float = 0.0
+    decode_ms: float = 0.0
+    blocked_ms: float = 0.0
+    flags: int = 0
+    skipped: bool = False
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes sent without the agreement messages: the traffic formula of the algorithm."""
+        return self.bytes_sent - self.header_bytes

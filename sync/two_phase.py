@@ -1,0 +1,139 @@
+"""Algorithm A2: each rank owns one slice, sums it for everybody, and sends the encoded sum back to everybody.
+
+    phase 1   encode x slice by slice; slice r travels to rank r
+    reduce    the owner decodes the N messages in rank order: acc = fl(acc + fl(w_r * d_r)), then one division
+    phase 2   the owner encodes acc (plus its own residual) and sends it to all; all decode the same bytes
+
+Two steps, two lossy encodings. Traffic per rank and direction: 2 (N - 1) / N F', F' the length of all N slice frames.
+The owner too takes its slice from the bytes: were it to keep its exact sum, ranks would drift apart by one quantum a
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..compress import EF14, Codec, Feedback
+from .errors import CorruptFrame
+from .exchange import Buffers, Exchange, Shares, Stopwatch
+from .frames import ABSENT, HEADER_BYTES, FrameHeader, parse_frame, write_header
+from .gather import encode
+from .peers import Arrival, Peers
+from .reduction import add_message, divide
+from .slices import Partition, SlicedCodec, common_block, slice_bucket
+
+__all__ = ["TwoPhase"]
+
+
+class TwoPhase:
+    """A2: `first` codes what ranks send to owners, `second` what owners send to all."""
+
+    name = "two_phase"
+
+    def __init__(
+        self, first: Codec, second: Codec, feedback: Feedback | None, reduce: str, buffers: Buffers, world_size: int
+    ) -> None:
+        self._first, self._second, self._feedback = first, second, feedback
+        self._reduce, self._buffers, self._world_size = reduce, buffers, world_size
+
+    def settings(self) -> dict[str, object]:
+        return {
+            "codec": self._first.config,
+            "second codec": self._second.config,
+            "feedback": repr(self._feedback),
+            "algorithm": self.name,
+        }
+
+    def codec_id(self) -> int:
+        return self._first.id
+
+    def partition(self, elements: int) -> Partition:
+        """Which rank owns what of a vector."""
+        return Partition(elements, self._world_size, common_block(self._first, self._second))
+
+    def prepare(self, exchange: Exchange) -> None:
+        sliced = SlicedCodec(self._first, self.partition(exchange.elements))
+        frames = self._buffers.take(sliced.nbytes(exchange.elements), torch.uint8, exchange.flat.device)
+        exchange.frames = frames
+        sliced.clear_padding(frames)
+        encode(sliced, self._feedback, exchange, frames)
+        for slot in self._slots(frames):
+            write_header(slot, replace(exchange.header, codec=self._first.id))
+
+    def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
+        assert exchange.frames is not None
+        outgoing = self._slots(exchange.frames)
+        incoming = self._buffers.take(exchange.frames.numel(), torch.uint8, exchange.frames.device)
+        arrival = peers.all_to_all(outgoing, self._slots(incoming))
+        total = self._reduce_own_slice(exchange, arrival, shares, peers.rank)
+        arrival.finish()
+        gathered, slot = self._encode_own_slice(exchange, total, peers.rank)
+        second = peers.all_gather(slot, self._slots(gathered))
+        n, device = exchange.elements, exchange.flat.device
+        result = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
+        for rank in range(self._world_size):
+            frame = second.slot(rank)
+            with Stopwatch() as watch:
+                self._decode_slice(exchange, frame, rank, result)
+            exchange.receipt.decode_ms += watch.ms
+        second.finish()
+        exchange.result = result
+        self._buffers.give(exchange.frames, incoming, gathered)
+
+    def _slots(self, frames: Tensor) -> list[Tensor]:
+        return list(frames.view(self._world_size, -1))
+
+    def _reduce_own_slice(self, exchange: Exchange, arrival: Arrival, shares: Shares, owner: int) -> Tensor:
+        start, stop = self.partition(exchange.elements).bounds[owner]
+        total = torch.zeros(stop - start, device=exchange.flat.device)
+        counts = torch.zeros_like(total) if self._reduce == "mean_contributors" else None
+        length, key = self._first.nbytes(stop - start), slice_bucket(exchange.bucket, owner)
+        for rank, factor in enumerate(shares.factors):
+            frame = arrival.slot(rank)
+            with Stopwatch() as watch:
+                header, body = parse_frame(frame, length, codec=self._first.id, round=exchange.round, sender=rank)
+                if factor != 0.0 and not header.flags & ABSENT:
+                    add_message(self._first, body, total, counts, factor, exchange.round, rank, key)
+            exchange.receipt.decode_ms += watch.ms
+        return divide(total, counts, shares.divisor)
+
+    def _encode_own_slice(self, exchange: Exchange, total: Tensor, owner: int) -> tuple[Tensor, Tensor]:
+        """(buffer for all phase-2 frames, this owner's frame in it)"""
+        partition = self.partition(exchange.elements)
+        gathered = self._buffers.take(
+            self._world_size * partition.slot_bytes(self._second), torch.uint8, exchange.flat.device
+        )
+        slot = self._slots(gathered)[owner]
+        length = self._second.nbytes(total.numel())
+        slot[HEADER_BYTES + length :].zero_()
+        flags = self._encode_total(exchange, total, slot[HEADER_BYTES : HEADER_BYTES + length], owner)
+        write_header(slot, FrameHeader(self._second.id, flags, exchange.round))
+        return gathered, slot
+
+    def _encode_total(self, exchange: Exchange, total: Tensor, body: Tensor, owner: int) -> int:
+        # Another stream than the owner's phase 1, or both roundings of its slice would use the same noise.
+        bucket = slice_bucket(exchange.bucket, self._world_size + owner)
+        key = {"step": exchange.round, "rank": owner, "bucket": bucket}
+        if self._feedback is None:
+            return self._second.encode(total, body, **key)
+        residual = exchange.owner_base
+        if residual is None or residual.numel() != total.numel():
+            residual = torch.zeros_like(total)
+        flags, state = EF14().encode(self._second, total, {"residual": residual}, body, **key)
+        exchange.owner_candidate = state["residual"]
+        return flags
+
+    def _decode_slice(self, exchange: Exchange, frame: Tensor, owner: int, result: Tensor) -> None:
+        start, stop = self.partition(exchange.elements).bounds[owner]
+        length, codec = self._second.nbytes(stop - start), self._second
+        header, body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=owner)
+        exchange.receipt.flags |= header.flags & 0xFF
+        bucket = slice_bucket(exchange.bucket, self._world_size + owner)
+        try:
+            codec.decode(body, result[start:stop], step=exchange.round, rank=owner, bucket=bucket)
+        except ValueError as error:
+            raise CorruptFrame(f"the message of rank {owner} cannot be decoded: {error}", owner) from error
