@@ -1,1 +1,8 @@
-"""Low-communication optimizers."""
+"""Low-communication optimizers: drop-in torch.optim classes that synchronise now and then."""
+
+from .diloco import DiLoCo
+from .engine import LowCommOptimizer
+from .local_sgd import LocalSGD
+from .schedules import Every, Schedule
+
+__all__ = ["DiLoCo", "Every", "LocalSGD", "LowCommOptimizer", "Schedule"]

@@ -1,0 +1,762 @@
+"""The engine under every low-communication optimizer.
+
+A low-communication optimizer is an inner optimizer, plus what is synchronised (fragments of parameters, optimizer-state
+tensors, module buffers), when (a schedule), how it is reduced (lowcomm.sync), what the reduced value does (an outer
+rule) and how late it may arrive (a delay). A method's file states its choice of these; the engine does the rest, and
+keeps the contract of torch.optim: one `step()`, checkpoints that resume bit for bit, schedulers, GradScaler, hooks.
+
+One call of `step()`, at completed step t:
+
+    inner step  ->  t += 1  ->  send what is due at t  ->  apply what is due at t
+
+Every rank makes the same decisions from the same counters; the values that decide are in the parameter groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypedDict, overload
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..compress import Codec, Feedback
+from ..sync import AllReduce, Receipt, SyncError, Work, agree_on_tensors, resolve_group
+from .fragment import Fragment, local_tensor
+from .outer import OuterRule
+from .schedules import Every, Schedule
+
+__all__ = ["LowCommOptimizer", "SharedOptions"]
+
+logger = logging.getLogger(__name__)
+
+Weights = float | Literal["uniform"] | Callable[[], float]
+Buffers = nn.Module | Iterable[Tensor] | None
+Failure = Literal["raise", "skip", "local"]
+
+# Counters and settings that the engine keeps in every parameter group, so that checkpoints carry them.
+COUNTERS = ("local_step", "round", "next_sync", "last_send")
+_NOT_COMPARED = ("params", "param_names", *COUNTERS)
+
+# Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
+_STATE_BUCKET, _BUFFER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18
+
+
+class SharedOptions(TypedDict, total=False):
+    """Keyword arguments that every optimizer of the family takes; see `LowCommOptimizer`."""
+
+    process_group: Any
+    weights: Weights
+    average_state: Sequence[str]
+    warmup_steps: int
+    phase: int
+    compress: Codec | None
+    feedback: Feedback | Literal["auto"] | None
+    sync_buffers: Buffers
+    on_failure: Failure
+    offload: Literal["cpu"] | None
+    init: Literal["broadcast", "check"]
+
+
+@dataclass
+class InFlight:
+    """An exchange that has been sent and not yet applied."""
+
+    fragment: Fragment
+    due: int
+    work: Work
+
+
+class LowCommOptimizer(Optimizer):
+    """Base class of the family: wraps an inner optimizer (or several) and synchronises now and then.
+
+    Use the classes of `lowcomm.optim`; this one holds what they share.
+
+    Args:
+        inner: a torch.optim.Optimizer, or a sequence of them that together hold the model's parameters (for example
+            Muon for the matrices and AdamW for the rest). Parameter groups are shared with it, so a scheduler or a
+            user who changes a group of the wrapper changes the inner optimizer too.
+        sync_every: inner steps between syncs, or a schedule object (`lowcomm.optim.Schedule`).
+        process_group: ProcessGroup, one-dimensional DeviceMesh, or None for the default group. Without
+            torch.distributed initialised the world is this process.
+        weights: weight of this worker in every mean: "uniform", a number, or a callable that returns the number when a
+            sync starts (samples or tokens since the last one). Only ratios between workers matter.
+        average_state: names of inner-optimizer state tensors that are averaged, in float32, whenever parameters are.
+        warmup_steps: average gradients before each of the first `warmup_steps` inner steps, as data parallel does, and
+            count sync periods from there.
+        phase: sync when (t - warmup_steps) mod sync_every == phase.
+        compress: codec of `lowcomm.compress` for what is sent about parameters, or None for full precision.
+        feedback: error feedback for `compress`: "auto" (EF14 when the codec is biased), None, or a Feedback object.
+        sync_buffers: a module or tensors. Floating-point buffers (BatchNorm statistics) are averaged, others taken from
+            rank 0, whenever all parameters are synchronised.
+        on_failure: what a failed exchange does. "raise": the error leaves `step()`, with anchor, momentum, residual and
+            parameters as they were after the inner step. "skip": train on; the progress is part of the next exchange.
+            "local": take the outer step with this worker's own pseudo-gradient. The receipt says what happened.
+        offload: "cpu" keeps anchor and outer buffers in (pinned) host memory.
+        init: at construction parameters are compared across workers. "broadcast" gives everybody those of rank 0 where
+            they differ; "check" raises and names the first one that differs.
+    """
+
+    _step_supports_amp_scaling: ClassVar[bool] = True  # GradScaler then always calls step(), so ranks never lose count
+
+    def __init__(
+        self,
+        inner: Optimizer | Sequence[Optimizer],
+        *,
+        sync_every: int | Schedule,
+        rule: OuterRule | None,
+        outer_defaults: dict[str, Any] | None = None,
+        process_group: Any = None,
+        weights: Weights = "uniform",
+        average_state: Sequence[str] = (),
+        warmup_steps: int = 0,
+        phase: int = 0,
+        compress: Codec | None = None,
+        feedback: Feedback | Literal["auto"] | None = "auto",
+        sync_buffers: Buffers = None,
+        on_failure: Failure = "raise",
+        offload: Literal["cpu"] | None = None,
+        init: Literal["broadcast", "check"] = "broadcast",
+    ):
+        self._inners = _check_inner(inner)
+        _check_options(sync_every, weights, warmup_steps, compress, on_failure, offload, init)
+        self._schedule = None if isinstance(sync_every, int) else sync_every
+        self._rule = rule
+        self._weights = weights
+        self._average_state = tuple(average_state)
+        self._warmup_steps = warmup_steps
+        self._phase = phase
+        self._codec = compress
+        self._feedback = feedback
+        self._buffers = _floating_and_other(sync_buffers)
+        self._on_failure = on_failure
+        self._offload = offload
+        self._connect(process_group)
+        self._reset_layout()
+        self.last_sync: Receipt | None = None
+        """Receipt of the latest sync, or None."""
+        self.bytes_sent = 0
+        """Payload bytes this worker has sent since construction, warm-up included."""
+        self.num_syncs = 0
+        """Parameter syncs since construction."""
+        ours = {
+            "sync_every": sync_every if isinstance(sync_every, int) else None,
+            "warmup_steps": warmup_steps,
+            "compress": "none" if compress is None else compress.config,
+            **(outer_defaults or {}),
+            "local_step": 0,
+            "round": 0,
+            "next_sync": 0,
+            "last_send": 0,
+        }
+        self._ours = tuple(ours)
+        groups = [group for optimizer in self._inners for group in optimizer.param_groups]
+        super().__init__(groups, {**self._inners[0].defaults, **ours})
+        agree_on_tensors(self._named_parameters(self.param_groups), process_group=self._group, init=init)
+        self._init = init
+
+    # ---- the step ------------------------------------------------------------------------------------------------
+
+    @overload  # type: ignore[override]
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """One inner step, then whatever synchronisation is due.
+
+        Args:
+            closure: evaluates the model and returns the loss, as in torch.optim.
+        """
+        run_inner, closure, loss = self._before_inner(closure)
+        if run_inner:
+            if len(self._inners) == 1:
+                loss = self._inners[0].step() if closure is None else self._inners[0].step(closure)
+            else:
+                for optimizer in self._inners:
+                    optimizer.step()
+        self._after_inner()
+        return loss
+
+    @torch.compiler.disable
+    def _before_inner(
+        self, closure: Callable[[], float] | None
+    ) -> tuple[bool, Callable[[], float] | None, float | None]:
+        """Prepare the inner step: (run it?, closure to pass on, loss if the closure has already been called)."""
+        self._counting = not self._is_materialisation()
+        if not self._ready:
+            self._lay_out()
+        elif self._steps == 0 and self._counting:
+            self._take_anchors()  # weights loaded since a checkpoint template was made
+        loss = None
+        warming = self._counting and self._steps < self._warmup_steps
+        if closure is not None and (warming or len(self._inners) > 1):
+            with torch.enable_grad():
+                loss = closure()
+            closure = None
+        skip = self._unscale()
+        self._own_gradients: list[Tensor | None] | None = None
+        if warming:
+            skip = self._average_gradients(skip)
+        if self._counting and self._next_event <= self._steps:
+            self._plan()
+        return not skip, closure, loss
+
+    @torch.compiler.disable
+    def _after_inner(self) -> None:
+        if self._own_gradients is not None:
+            for p, grad in zip(self._trainable(), self._own_gradients, strict=True):
+                p.grad = grad
+            self._own_gradients = None
+        if not self._counting:
+            return
+        self._steps += 1
+        for group in self.param_groups:
+            group["local_step"] = self._steps
+        if self._steps >= self._next_event:
+            self._run_events()
+
+    def _is_materialisation(self) -> bool:
+        """Whether this call only creates state: checkpoint helpers step once with lr 0 and zero gradients.
+
+        They do so when the state is empty. A first step of a warm-up schedule has lr 0 too, but gradients.
+        """
+        if self._ready or any(float(group["lr"]) != 0.0 for group in self.param_groups if "lr" in group):
+            return False
+        gradients = [p.grad for p in self._trainable()]
+        return all(grad is not None and not bool(grad.any()) for grad in gradients)
+
+    def _unscale(self) -> bool:
+        """GradScaler's part: unscale gradients in place; True when this rank found infinities and must not step."""
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            for p in self._trainable():
+                if p.grad is not None:
+                    p.grad.div_(scale.to(p.grad.device))
+        return found_inf is not None and bool(found_inf)
+
+    # ---- planning and events -------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Fix the step of the next sync; runs right before the first inner step of a round."""
+        first = self.param_groups[0]
+        lr = float(first.get("lr", 0.0))
+        schedule = self._schedule or Every(first["sync_every"], self._phase, self._warmup_steps)
+        due = schedule.next_sync(self._steps, lr)
+        if due <= self._steps:
+            raise ValueError(f"next_sync must be after step {self._steps} but {schedule!r} gave: {due}")
+        self._set_all("next_sync", due)
+        self._next_event = due
+
+    def _run_events(self) -> None:
+        """Send, then apply, what is due at the current step."""
+        t = self._steps
+        if t < self._warmup_steps:
+            return
+        if t == self._warmup_steps and t > 0:
+            self._end_warmup()
+        if self.param_groups[0]["next_sync"] == t:
+            self._synchronise()
+
+    def _synchronise(self) -> None:
+        """A blocking sync of everything."""
+        self._refresh_layout()
+        sent = [self._send(fragment, self._steps) for fragment in self._fragments]
+        self._set_all("last_send", self._steps)
+        if self._finish(sent):
+            self._average_others()
+            self.num_syncs += 1
+
+    def _send(self, fragment: Fragment, due: int) -> InFlight:
+        message = fragment.pack_values() if fragment.anchor is None else fragment.pack_delta()
+        fragment.send = None
+        work = self._reducer.start(
+            message,
+            bucket=fragment.bucket,
+            round=self._next_round(),
+            weight=self._weight(),
+            check=self._agreement_hash(),
+            describe=self._agreement,
+        )
+        return InFlight(fragment, due, work)
+
+    def _finish(self, sent: list[InFlight]) -> bool:
+        """Wait for all exchanges, then apply them all; nothing is applied unless every one has succeeded."""
+        try:
+            receipts = [exchange.work.wait() for exchange in sent]
+        except SyncError as error:
+            return self._failed(sent, error)
+        self._record(receipts)
+        for exchange in sent:
+            self._apply(exchange)
+        self._bind_feedback()
+        return True
+
+    def _apply(self, exchange: InFlight) -> None:
+        fragment, mean = exchange.fragment, exchange.work.result
+        if self._rule is None or fragment.anchor is None:
+            fragment.write(mean)
+        else:
+            fragment.apply(self._rule, mean, self.param_groups)
+        fragment.send = mean
+
+    def _failed(self, sent: list[InFlight], error: SyncError) -> bool:
+        if self._on_failure == "raise":
+            raise error
+        logger.warning("lowcomm: exchange %d failed (%s); policy: %s", self._round, error, self._on_failure)
+        if self._on_failure == "local":
+            for exchange in sent:
+                fragment = exchange.fragment
+                if fragment.anchor is not None and self._rule is not None:
+                    fragment.apply(self._rule, fragment.pack_delta(), self.param_groups)
+        self.last_sync = Receipt.failed(self._round, str(error), self._on_failure)
+        return False
+
+    def _record(self, receipts: list[Receipt]) -> None:
+        self.last_sync = Receipt.combined(receipts)
+        self.bytes_sent += self.last_sync.bytes_sent
+        logger.info("lowcomm: %s", self.last_sync)
+
+    def _weight(self) -> float:
+        if self._weights == "uniform":
+            return 1.0
+        weight = float(self._weights()) if callable(self._weights) else float(self._weights)
+        if not (math.isfinite(weight) and weight >= 0.0):
+            raise ValueError(f"weights must be finite and not negative but is: {weight}")
+        return weight
+
+    # ---- warm-up: synchronous data parallel ----------------------------------------------------------------------
+
+    def _average_gradients(self, skip: bool) -> bool:
+        """Replace gradients by their weighted mean until the inner step is over; True when no rank may step."""
+        parameters = self._trainable()
+        self._own_gradients = [p.grad for p in parameters]
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
+        for p, grad in zip(parameters, gradients, strict=True):
+            p.grad = grad
+        receipts = []
+        for index, fragment in enumerate(self._fragments_of(gradients)):
+            message = fragment.pack_values()
+            if skip:
+                message.fill_(math.nan)  # an infinity on one rank: everybody must see it and skip
+            work = self._dense.reduce(
+                message, bucket=_GRADIENT_BUCKET + index, round=self._steps, weight=self._weight()
+            )
+            receipts.append(work.wait())
+            skip = skip or not bool(torch.isfinite(work.result.sum()))
+            fragment.write(work.result)
+        self._record(receipts)
+        return skip
+
+    def _end_warmup(self) -> None:
+        """Workers have stepped together: their parameters are the anchor of the first round."""
+        self._take_anchors()
+        self._set_all("last_send", self._steps)
+
+    # ---- optimizer state and module buffers ----------------------------------------------------------------------
+
+    def _average_others(self) -> None:
+        """Average what travels with the parameters: named optimizer state, module buffers."""
+        for k, name in enumerate(self._average_state):
+            self._average_named_state(name, _STATE_BUCKET + 256 * k)
+        floating, other = self._buffers
+        for index, fragment in enumerate(self._fragments_of(floating)):
+            self._average_values(fragment, _BUFFER_BUCKET + index)
+        if other and self._dense.world_size > 1:
+            source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
+            for buffer in other:
+                dist.broadcast(buffer, source, group=self._group)
+                self.bytes_sent += buffer.numel() * buffer.element_size() if self._dense.rank == 0 else 0
+
+    def _average_named_state(self, name: str, bucket: int) -> None:
+        """Average state tensor `name` of every parameter; where a worker has none yet it contributes zeros."""
+        parameters = self._trainable()
+        states = [self._inner_state(p).get(name) for p in parameters]
+        if all(state is None for state in states):
+            known = sorted({key for p in parameters for key in self._inner_state(p)})
+            raise ValueError(f"average_state names {name!r}, but the inner optimizer keeps: {known}")
+        stand_ins = [torch.zeros_like(p) if s is None else s for p, s in zip(parameters, states, strict=True)]
+        for index, fragment in enumerate(self._fragments_of(stand_ins)):
+            self._average_values(fragment, bucket + index)
+
+    def _average_values(self, fragment: Fragment, bucket: int) -> None:
+        work = self._dense.reduce(fragment.pack_values(), bucket=bucket, round=self._round, weight=self._weight())
+        self.bytes_sent += work.wait().bytes_sent
+        fragment.write(work.result)
+
+    def _fragments_of(self, tensors: Sequence[Tensor], first_bucket: int = 0) -> list[Fragment]:
+        """One fragment for each device and dtype, in the order of first appearance."""
+        members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
+        for tensor in tensors:
+            members[tensor.device, tensor.dtype].append(tensor)
+        return [Fragment(first_bucket + i, part, [0] * len(part)) for i, part in enumerate(members.values())]
+
+    # ---- ending, evaluating --------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """End a run or an epoch: every worker's outstanding progress is exchanged and all parameters agree.
+
+        All workers call it. One that has run out of data earlier keeps answering the others' syncs, with no progress of
+        its own, until all have called `flush`. A call with no inner step since the last sync changes nothing.
+        """
+        if not self._ready:
+            return
+        self._refresh_layout()
+        while not self._flush_round():
+            pass
+
+    def _flush_round(self) -> bool:
+        """One exchange as a finished worker; True when all workers have finished."""
+        raise NotImplementedError
+
+    @contextmanager
+    def global_weights(self) -> Iterator[None]:
+        """Inside the block the model has the anchor's weights, the ones all workers agree on; then its own again.
+
+        Raises:
+            RuntimeError: the method keeps no anchor and workers have stepped apart since the last sync.
+        """
+        apart = self._ready and self._steps > max(self.param_groups[0]["last_send"], self._warmup_steps)
+        if apart and any(fragment.anchor is None for fragment in self._fragments):
+            raise RuntimeError(
+                f"{type(self).__name__} without compress keeps no anchor, so between syncs there are no global weights; "
+                "use it right after a sync, or call flush() first"
+            )
+        own = [p.detach().clone() for p in self._trainable()] if apart else []
+        with torch.no_grad():
+            for fragment in self._fragments if apart else []:
+                assert fragment.anchor is not None
+                fragment.write(fragment.anchor)
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for p, value in zip(self._trainable(), own, strict=False):
+                    p.copy_(value)
+
+    # ---- groups, layout ------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, to the (last) inner optimizer as well; counters continue, new parameters get anchors."""
+        known = any(param_group is group for optimizer in self._inners for group in optimizer.param_groups)
+        if not known:
+            self._inners[-1].add_param_group(param_group)
+        running = bool(getattr(self, "param_groups", None))
+        if running:
+            for key in self._ours:
+                param_group.setdefault(key, self.param_groups[0][key])
+        super().add_param_group(param_group)
+        if not known:
+            agree_on_tensors(self._named_parameters([param_group]), process_group=self._group, init=self._init)
+            if self._ready:
+                self._lay_out()
+
+    def _trainable(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
+
+    def _named_parameters(self, groups: Iterable[dict[str, Any]]) -> list[tuple[str, Tensor]]:
+        named = []
+        for i, group in enumerate(groups):
+            names = group.get("param_names") or [f"group {i} parameter {k}" for k in range(len(group["params"]))]
+            named += [(str(name), p) for name, p in zip(names, group["params"], strict=True)]
+        return named
+
+    def _partition(self) -> list[list[tuple[Tensor, int]]]:
+        """Parameters with their group index, split into fragments: here one for each device and dtype."""
+        members: dict[tuple[torch.device, torch.dtype], list[tuple[Tensor, int]]] = defaultdict(list)
+        for index, group in enumerate(self.param_groups):
+            for p in group["params"]:
+                if p.requires_grad:
+                    members[p.device, p.dtype].append((p, index))
+        return list(members.values())
+
+    def _needs_anchor(self) -> bool:
+        return self._rule is not None
+
+    def _reset_layout(self) -> None:
+        self._fragments: list[Fragment] = []
+        self._ready = False
+        self._counting = True
+        self._steps = 0
+        self._next_event = 0
+
+    def _lay_out(self) -> None:
+        """Build fragments for the present parameters; fill them from `self.state`, or from the parameters."""
+        home = torch.device("cpu") if self._offload == "cpu" else None
+        previous = dict(self.state)
+        self._fragments = []
+        for bucket, members in enumerate(self._partition()):
+            tensors, groups = [p for p, _ in members], [g for _, g in members]
+            fragment = Fragment(bucket, tensors, groups, home)
+            if self._needs_anchor():
+                fragment.take_anchor()
+                assert self._rule is not None
+                fragment.buffers = {name: fragment.new_buffer() for name in self._rule.buffers}
+            self._fragments.append(fragment)
+            self._restore(fragment, previous)
+        self._ready = True
+        self._bind()
+
+    def _restore(self, fragment: Fragment, saved: dict[Tensor, dict[str, Any]]) -> None:
+        """Copy per-parameter state into the flat buffers of a new fragment, and feedback state into the reducer."""
+        flat = {} if fragment.anchor is None else {"anchor": fragment.anchor, **fragment.buffers}
+        feedback = self._reducer.state(fragment.bucket, fragment.numel, fragment.device)
+        start, stop = self._reducer.owner_slice(fragment.numel)
+        for index, p in enumerate(fragment.tensors):
+            entries = saved.get(p, {})
+            for name, buffer in [*flat.items(), *feedback.items()]:
+                if name not in entries:
+                    continue
+                target = (
+                    _overlap(fragment, index, buffer, start, stop)
+                    if name.startswith("owner_")
+                    else buffer[fragment.offsets[index] : fragment.offsets[index + 1]]
+                )
+                target.copy_(local_tensor(entries[name]).reshape(-1))
+        if feedback:
+            self._reducer.load_state(fragment.bucket, feedback)
+
+    def _bind(self) -> None:
+        """Make `self.state` show the flat buffers, by parameter."""
+        for fragment in self._fragments:
+            flat = {} if fragment.anchor is None else {"anchor": fragment.anchor, **fragment.buffers}
+            for index, p in enumerate(fragment.tensors):
+                entry: dict[str, Any] = {"inner": self._inner_state(p)}
+                entry.update({name: fragment.view(buffer, index) for name, buffer in flat.items()})
+                self.state[p] = entry
+        self._bind_feedback()
+
+    def _bind_feedback(self) -> None:
+        """Show the committed residuals, which change buffers at every exchange."""
+        for fragment in self._fragments:
+            feedback = self._reducer.state(fragment.bucket, fragment.numel, fragment.device)
+            if not feedback:
+                continue
+            start, stop = self._reducer.owner_slice(fragment.numel)
+            for index, p in enumerate(fragment.tensors):
+                for name, buffer in feedback.items():
+                    owner = name.startswith("owner_")
+                    view = _overlap(fragment, index, buffer, start, stop) if owner else fragment.view(buffer, index)
+                    self.state[p][name] = view
+
+    def _refresh_layout(self) -> None:
+        """Lay out again if parameters were frozen or unfrozen since."""
+        laid_out = [id(p) for fragment in self._fragments for p in fragment.tensors]
+        if sorted(laid_out) != sorted(id(p) for p in self._trainable()):
+            self._lay_out()
+
+    def _take_anchors(self) -> None:
+        for fragment in self._fragments:
+            if fragment.anchor is not None:
+                fragment.take_anchor()
+
+    def _inner_state(self, p: Tensor) -> dict[str, Any]:
+        for optimizer in self._inners:
+            if any(p is q for group in optimizer.param_groups for q in group["params"]):
+                state: dict[str, Any] = optimizer.state[p]
+                return state
+        raise RuntimeError("a parameter belongs to no inner optimizer")
+
+    # ---- counters, agreement -------------------------------------------------------------------------------------
+
+    @property
+    def _round(self) -> int:
+        return int(self.param_groups[0]["round"])
+
+    def _next_round(self) -> int:
+        self._set_all("round", self._round + 1)
+        return self._round
+
+    def _set_all(self, key: str, value: int) -> None:
+        for group in self.param_groups:
+            group[key] = value
+
+    def _agreement(self) -> dict[str, object]:
+        """The settings that all workers must share, by name."""
+        settings: dict[str, object] = {"method": type(self).__name__, "feedback": str(self._feedback)}
+        for i, group in enumerate(self.param_groups):
+            for key, value in group.items():
+                if key in _NOT_COMPARED or not isinstance(value, (int, float, str, tuple, Tensor, type(None))):
+                    continue
+                settings[f"param_groups[{i}][{key!r}]"] = float(value) if isinstance(value, Tensor) else value
+        return settings
+
+    def _agreement_hash(self) -> int:
+        text = repr(sorted(self._agreement().items(), key=lambda item: item[0]))
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    def _connect(self, process_group: Any) -> None:
+        self._group = resolve_group(process_group)
+        self._reducer = AllReduce(self._group, self._codec, self._feedback)
+        self._dense = AllReduce(self._group)
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch.optim; never communicates. What it holds is this worker's own: save one file for each worker."""
+        for p, entry in self.state.items():
+            entry["inner"] = self._inner_state(p)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch.optim, with every tensor's dtype and value kept as saved.
+
+        Raises:
+            ValueError: the state is of another model, method or codec. Nothing has been loaded then.
+        """
+        self._check_loadable(state_dict)
+        super().load_state_dict(state_dict)
+        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for i, p in zip(ids, parameters, strict=True):
+            if i in state_dict["state"]:
+                # torch has cast every tensor to the parameter's dtype
+                self.state[p] = _exact(state_dict["state"][i], self.state[p])
+        self._relink()
+
+    def _check_loadable(self, state_dict: dict[str, Any]) -> None:
+        saved, groups = state_dict["state"], state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(f"loaded state has {len(groups)} parameter groups, the optimizer {len(self.param_groups)}")
+        for ours, theirs in zip(self.param_groups, groups, strict=True):
+            if len(ours["params"]) != len(theirs["params"]):
+                raise ValueError(
+                    f"loaded group has {len(theirs['params'])} parameters, the optimizer's {len(ours['params'])}"
+                )
+            missing = [key for key in COUNTERS if key not in theirs]
+            if missing:
+                raise ValueError(f"loaded state is not of a {type(self).__name__}: its groups lack {missing}")
+            if theirs.get("compress") != ours["compress"]:
+                raise ValueError(
+                    f"loaded state was made with compress={theirs.get('compress')!r}, the optimizer has "
+                    f"{ours['compress']!r}; construct it with the same codec"
+                )
+            for i, p in zip(theirs["params"], ours["params"], strict=True):
+                self._check_entry(saved.get(i, {}), p)
+
+    def _check_entry(self, entry: dict[str, Any], p: Tensor) -> None:
+        expected = set() if self._rule is None else {"anchor", *self._rule.buffers}
+        if not entry:
+            return
+        if "inner" not in entry or not expected <= set(entry):
+            raise ValueError(
+                f"loaded state is not of a {type(self).__name__}: an entry has {sorted(entry)}, "
+                f"expected {sorted({'inner', *expected})}"
+            )
+        for name in expected:
+            if entry[name].shape != p.shape:
+                raise ValueError(
+                    f"loaded {name} has shape {tuple(entry[name].shape)}, its parameter {tuple(p.shape)}: "
+                    "the state is of another model or another parameter order"
+                )
+
+    def _relink(self) -> None:
+        """Point inner optimizers at the loaded groups and state, and rebuild the flat buffers."""
+        position = 0
+        for optimizer in self._inners:
+            count = len(optimizer.param_groups)
+            optimizer.param_groups = self.param_groups[position : position + count]
+            position += count
+            mine = [p for group in optimizer.param_groups for p in group["params"]]
+            optimizer.state = defaultdict(dict, {p: self.state[p]["inner"] for p in mine if p in self.state})
+        self._reset_layout()
+        first = self.param_groups[0]
+        self._steps, self._next_event = first["local_step"], first["next_sync"]
+        if self.state:
+            self._lay_out()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For pickle: everything but the process group, which cannot be pickled."""
+        self.state_dict()
+        dropped = ("_reducer", "_dense", "_group", "_fragments")
+        return {key: value for key, value in self.__dict__.items() if key not in dropped}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        group = state.pop("_group", None)
+        super().__setstate__(state)
+        if "_reducer" not in self.__dict__:  # unpickled or copied, not a load_state_dict
+            self._connect(group)
+            self._relink()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LowCommOptimizer:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        state = copy.deepcopy(self.__getstate__(), memo)
+        twin.__setstate__({**state, "_group": self._group})
+        return twin
+
+
+def _overlap(fragment: Fragment, index: int, owned: Tensor, start: int, stop: int) -> Tensor:
+    """The part of an owner's slice [start, stop) that belongs to tensor `index`; may be empty."""
+    a = min(max(fragment.offsets[index], start), stop)
+    b = min(max(fragment.offsets[index + 1], start), stop)
+    return owned[a - start : b - start]
+
+
+def _exact(source: Any, loaded: Any) -> Any:
+    """`loaded` (where torch has placed it) with dtype and value of `source`, cloned."""
+    if isinstance(source, dict):
+        return {key: _exact(value, loaded[key]) for key, value in source.items()}
+    if isinstance(source, Tensor) and isinstance(loaded, Tensor):
+        return source.detach().to(loaded.device, copy=True)
+    return copy.deepcopy(source)
+
+
+def _check_inner(inner: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    inners = [inner] if isinstance(inner, Optimizer) else list(inner) if isinstance(inner, Sequence) else []
+    if not inners or not all(isinstance(optimizer, Optimizer) for optimizer in inners):
+        raise ValueError(
+            f"inner must be a torch.optim.Optimizer or a non-empty sequence of them but is: {inner!r}; "
+            "build it first, for example AdamW(model.parameters())"
+        )
+    if any(isinstance(optimizer, LowCommOptimizer) for optimizer in inners):
+        raise ValueError("inner is already a low-communication optimizer; wrap the inner optimizer only once")
+    seen: set[int] = set()
+    for p in (p for optimizer in inners for group in optimizer.param_groups for p in group["params"]):
+        if id(p) in seen:
+            raise ValueError(f"a parameter of shape {tuple(p.shape)} appears twice in the inner optimizers")
+        seen.add(id(p))
+    return inners
+
+
+def _check_options(
+    sync_every: Any, weights: Any, warmup_steps: Any, compress: Any, on_failure: Any, offload: Any, init: Any
+) -> None:
+    if isinstance(sync_every, bool) or not isinstance(sync_every, (int, Schedule)):
+        raise ValueError(f"sync_every must be an int or have a next_sync method but is: {sync_every!r}")
+    if isinstance(sync_every, int) and sync_every < 1:
+        raise ValueError(f"sync_every must be at least 1 but is: {sync_every}")
+    if not (weights == "uniform" or callable(weights) or isinstance(weights, (int, float))):
+        raise ValueError(f"weights must be 'uniform', a number or a callable but is: {weights!r}")
+    if isinstance(weights, (int, float)) and not (math.isfinite(weights) and weights >= 0):
+        raise ValueError(f"weights must be finite and not negative but is: {weights}")
+    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
+        raise ValueError(f"warmup_steps must be an int of at least 0 but is: {warmup_steps!r}")
+    if compress is not None and not isinstance(compress, Codec):
+        raise ValueError(f"compress must be a codec of lowcomm.compress or None but is: {compress!r}")
+    for name, value, legal in (
+        ("on_failure", on_failure, ("raise", "skip", "local")),
+        ("offload", offload, (None, "cpu")),
+        ("init", init, ("broadcast", "check")),
+    ):
+        if value not in legal:
+            raise ValueError(f"{name} must be one of {legal} but is: {value!r}")
+
+
+def _floating_and_other(buffers: Buffers) -> tuple[list[Tensor], list[Tensor]]:
+    tensors = list(buffers.buffers()) if isinstance(buffers, nn.Module) else list(buffers or ())
+    floating = [t for t in tensors if t.is_floating_point()]
+    return floating, [t for t in tensors if not t.is_floating_point()]

@@ -1,0 +1,184 @@
+"""A fragment: tensors that are synchronised together, and the flat buffers that belong to them.
+
+The live tensors stay where they are. Each fragment owns contiguous flat buffers (anchor, outer buffers, send buffer)
+and works on them in pieces small enough to stay in the cache, so that building a message and applying a result each
+read and write main memory once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .outer import OuterRule
+
+__all__ = ["Fragment", "local_tensor"]
+
+PIECE = 1 << 17  # elements; anchor, momentum, delta and live tensor of one piece fit a 2 MiB cache
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """The tensor that lives on this rank: the local shard of a DTensor, else the tensor itself, without autograd."""
+    to_local = getattr(tensor, "to_local", None)
+    return tensor.detach() if to_local is None else to_local().detach()
+
+
+def anchor_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Outer quantities are float32 whatever the parameter's dtype, float64 for float64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Piece(NamedTuple):
+    start: int  # extent in the flat buffers
+    stop: int
+    live: Tensor  # the part of the live tensor; flat when the tensor is contiguous, else the whole tensor in its shape
+    group: int  # index of the parameter group
+
+
+class Fragment:
+    """Tensors with one dtype on one device, laid out one after the other in flat buffers.
+
+    Args:
+        bucket: number of the fragment in messages.
+        tensors: live tensors (parameters, optimizer state or buffers), any shape and stride; local shards of DTensors.
+        groups: for every tensor, the index of its parameter group.
+        home: device of the flat buffers; None puts them beside the tensors.
+
+    Attributes:
+        anchor: (n,) flat copy of the tensors as of the last sync, or None where only values are averaged.
+        buffers: name -> (n,) outer buffers.
+        send: (n,) message buffer, allocated at the first use.
+    """
+
+    def __init__(self, bucket: int, tensors: Sequence[Tensor], groups: Sequence[int], home: torch.device | None = None):
+        self.bucket = bucket
+        self.tensors = list(tensors)
+        self.groups = list(groups)
+        first = local_tensor(self.tensors[0])
+        self.device = first.device
+        self.dtype = anchor_dtype(first.dtype)
+        self.home = home or self.device
+        self.offsets = [0]
+        for tensor in self.tensors:
+            self.offsets.append(self.offsets[-1] + local_tensor(tensor).numel())
+        self.numel = self.offsets[-1]
+        self.anchor: Tensor | None = None
+        self.buffers: dict[str, Tensor] = {}
+        self._send: Tensor | None = None
+        self._pieces: list[Piece] = []
+        self._addresses: list[int] = []
+
+    def pieces(self) -> list[Piece]:
+        """The pieces, rebuilt if somebody has moved a tensor's storage since the last call."""
+        locals_ = [local_tensor(tensor) for tensor in self.tensors]
+        addresses = [tensor.data_ptr() for tensor in locals_]
+        if addresses != self._addresses or not self._pieces:
+            self._addresses = addresses
+            self._pieces = [piece for index, tensor in enumerate(locals_) for piece in self._split(index, tensor)]
+        return self._pieces
+
+    def _split(self, index: int, tensor: Tensor) -> Iterator[Piece]:
+        start, stop, group = self.offsets[index], self.offsets[index + 1], self.groups[index]
+        if not tensor.is_contiguous():
+            yield Piece(start, stop, tensor, group)
+            return
+        flat = tensor.view(-1)
+        for a in range(start, stop, PIECE):
+            b = min(a + PIECE, stop)
+            yield Piece(a, b, flat[a - start : b - start], group)
+
+    @property
+    def send(self) -> Tensor:
+        if self._send is None:
+            self._send = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+        return self._send
+
+    @send.setter
+    def send(self, buffer: Tensor | None) -> None:
+        self._send = buffer
+
+    def new_buffer(self) -> Tensor:
+        """A zero (n,) buffer at home; pinned when it is host memory of a GPU fragment."""
+        pin = self.home.type == "cpu" and self.device.type == "cuda"
+        return torch.zeros(self.numel, dtype=self.dtype, device=self.home, pin_memory=pin)
+
+    def take_anchor(self) -> None:
+        """Make the live values the anchor."""
+        if self.anchor is None:
+            self.anchor = self.new_buffer()
+        for piece in self.pieces():
+            self.anchor[piece.start : piece.stop].view(piece.live.shape).copy_(piece.live)
+
+    def pack_values(self) -> Tensor:
+        """send <- live values."""
+        send = self.send
+        for piece in self.pieces():
+            send[piece.start : piece.stop].view(piece.live.shape).copy_(piece.live)
+        return send
+
+    def pack_delta(self, out: Tensor | None = None) -> Tensor:
+        """send <- anchor - live: the pseudo-gradient, in the anchor's dtype."""
+        assert self.anchor is not None
+        send = self.send if out is None else out
+        for start, stop, live, _ in self.pieces():
+            anchor = self.anchor[start:stop].to(self.device).view(live.shape)
+            torch.sub(anchor, live, out=send[start:stop].view(live.shape))
+        return send
+
+    def write(self, values: Tensor) -> None:
+        """live <- values, rounded to the live dtype."""
+        for start, stop, live, _ in self.pieces():
+            live.copy_(values[start:stop].view(live.shape))
+
+    def apply(self, rule: OuterRule, delta: Tensor, groups: list[dict[str, Any]], alpha: float = 0.0) -> None:
+        """Outer step from the averaged pseudo-gradient, then live <- alpha * live + (1 - alpha) * anchor."""
+        assert self.anchor is not None
+        for start, stop, live, group in self.pieces():
+            anchor, *buffers = self._load(start, stop)
+            rule.step_(anchor, dict(zip(rule.buffers, buffers, strict=True)), delta[start:stop], groups[group])
+            self._store(start, stop, [anchor, *buffers])
+            merge_(live, anchor.view(live.shape), alpha)
+
+    def _load(self, start: int, stop: int) -> list[Tensor]:
+        owned = [self.anchor, *self.buffers.values()]
+        return [buffer[start:stop].to(self.device, non_blocking=True) for buffer in owned if buffer is not None]
+
+    def _store(self, start: int, stop: int, values: list[Tensor]) -> None:
+        if self.home == self.device:
+            return  # the rule has worked in place
+        for buffer, value in zip([self.anchor, *self.buffers.values()], values, strict=True):
+            assert buffer is not None
+            buffer[start:stop].copy_(value)
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """The part of a flat buffer that belongs to tensor `index`, in the tensor's shape (a DTensor for a DTensor)."""
+        tensor = self.tensors[index]
+        part = flat[self.offsets[index] : self.offsets[index + 1]].view(local_tensor(tensor).shape)
+        return like_placement(part, tensor)
+
+
+def merge_(live: Tensor, anchor: Tensor, alpha: float) -> None:
+    """live <- alpha * live + (1 - alpha) * anchor, computed in the anchor's dtype; alpha 0 copies, 1 does nothing."""
+    if alpha == 0.0:
+        live.copy_(anchor)
+    elif alpha != 1.0:
+        live.copy_(live.to(anchor.dtype).mul_(alpha).add_(anchor * (1.0 - alpha)))
+
+
+def like_placement(part: Tensor, tensor: Tensor) -> Tensor:
+    """`part` as a DTensor with the mesh and placements of `tensor`, or as it is for a plain tensor."""
+    if not hasattr(tensor, "to_local"):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        part,
+        tensor.device_mesh,  # type: ignore[attr-defined]
+        tensor.placements,  # type: ignore[attr-defined]
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
