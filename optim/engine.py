@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 Weights = float | Literal["uniform"] | Callable[[], float]
 Buffers = nn.Module | Iterable[Tensor] | None
+Closure = Callable[[], float] | None
 Failure = Literal["raise", "skip", "local"]
 
 # Counters and settings that the engine keeps in every parameter group, so that checkpoints carry them.
@@ -340,6 +341,7 @@ class LowCommOptimizer(Optimizer):
 
     def _average_gradients(self, skip: bool) -> bool:
         """Replace gradients by their weighted mean until the inner step is over; True when no rank may step."""
+        scaled = getattr(self, "found_inf", None)  # under GradScaler infinities are ordinary; without it an error
         parameters = self._trainable()
         self._own_gradients = [p.grad for p in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
@@ -350,9 +352,8 @@ class LowCommOptimizer(Optimizer):
             message = fragment.pack_values()
             if skip:
                 message.fill_(math.nan)  # an infinity on one rank: everybody must see it and skip
-            work = self._dense.reduce(
-                message, bucket=_GRADIENT_BUCKET + index, round=self._steps, weight=self._weight()
-            )
+            reduce = (self._dense if scaled is None else self._gradients).reduce
+            work = reduce(message, bucket=_GRADIENT_BUCKET + index, round=self._steps, weight=self._weight())
             receipts.append(work.wait())
             skip = skip or not bool(torch.isfinite(work.result.sum()))
             fragment.write(work.result)
@@ -431,7 +432,7 @@ class LowCommOptimizer(Optimizer):
         apart = self._ready and self._steps > max(self.param_groups[0]["last_send"], self._warmup_steps)
         if apart and any(fragment.anchor is None for fragment in self._fragments):
             raise RuntimeError(
-                f"{type(self).__name__} without compress keeps no anchor, so between syncs there are no global weights; "
+                f"{type(self).__name__} without compress keeps no anchor: between syncs there are no global weights; "
                 "use it right after a sync, or call flush() first"
             )
         own = [p.detach().clone() for p in self._trainable()] if apart else []
@@ -601,6 +602,7 @@ class LowCommOptimizer(Optimizer):
         self._group = resolve_group(process_group)
         self._reducer = AllReduce(self._group, self._codec, self._feedback)
         self._dense = AllReduce(self._group)
+        self._gradients = AllReduce(self._group, nonfinite="use")
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -681,7 +683,7 @@ class LowCommOptimizer(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: everything but the process group, which cannot be pickled."""
         self.state_dict()
-        dropped = ("_reducer", "_dense", "_group", "_fragments")
+        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments")
         return {key: value for key, value in self.__dict__.items() if key not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ x_i worker i's parameters, H = sync_every:
     if t mod H == 0:     x_i <- sum_j w_j x_j
 
 With `warmup_steps` = T0, gradients are averaged before each of the first T0 steps (post-local SGD), and H counts from
-there. With a codec, what is sent is the pseudo-gradient X - x_i to the last agreed parameters X: X <- X - mean(X - x_i).
+there. With a codec, the pseudo-gradient to the last agreed parameters X is sent: X <- X - sum_j w_j (X - x_j).
 """
 
 from __future__ import annotations
