@@ -25,13 +25,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypedDict, overload
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compress import Codec, Feedback
 from ..sync import AllReduce, Receipt, SyncError, Work, agree_on_tensors, resolve_group
-from .fragment import Fragment, local_tensor
+from .fragment import Fragment, like_placement, local_tensor
 from .outer import OuterRule
 from .schedules import Every, Schedule
 
@@ -45,7 +44,7 @@ Closure = Callable[[], float] | None
 Failure = Literal["raise", "skip", "local"]
 
 # Counters and settings that the engine keeps in every parameter group, so that checkpoints carry them.
-COUNTERS = ("local_step", "round", "next_sync", "last_send")
+COUNTERS = ("local_step", "round", "next_sync", "last_send", "in_flight")
 _NOT_COMPARED = ("params", "param_names", *COUNTERS)
 
 # Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
@@ -74,7 +73,22 @@ class InFlight:
 
     fragment: Fragment
     due: int
-    work: Work
+    work: Work | Arrived
+
+
+@dataclass
+class Arrived:
+    """What is left of an exchange in a checkpoint: its result."""
+
+    result: Tensor
+    receipt: Receipt
+
+    def wait(self) -> Receipt:
+        return self.receipt
+
+    def commit(self) -> None: ...
+
+    def discard(self) -> None: ...
 
 
 class LowCommOptimizer(Optimizer):
@@ -157,7 +171,8 @@ class LowCommOptimizer(Optimizer):
             "local_step": 0,
             "round": 0,
             "next_sync": 0,
-            "last_send": 0,
+            "last_send": [],
+            "in_flight": [],
         }
         self._ours = tuple(ours)
         groups = [group for optimizer in self._inners for group in optimizer.param_groups]
@@ -250,15 +265,29 @@ class LowCommOptimizer(Optimizer):
     # ---- planning and events -------------------------------------------------------------------------------------
 
     def _plan(self) -> None:
-        """Fix the step of the next sync; runs right before the first inner step of a round."""
+        """Fix the step of the next send; runs right before the first inner step of a round."""
         first = self.param_groups[0]
-        lr = float(first.get("lr", 0.0))
-        schedule = self._schedule or Every(first["sync_every"], self._phase, self._warmup_steps)
-        due = schedule.next_sync(self._steps, lr)
+        due = self._next_send(self._steps, float(first.get("lr", 0.0)))
         if due <= self._steps:
-            raise ValueError(f"next_sync must be after step {self._steps} but {schedule!r} gave: {due}")
+            raise ValueError(f"the next sync must be after step {self._steps} but the schedule gave: {due}")
         self._set_all("next_sync", due)
-        self._next_event = due
+        self._wake_at_next_event()
+
+    def _next_send(self, step: int, lr: float) -> int:
+        """The step (> `step`) at which something is sent next."""
+        schedule = self._schedule or Every(self.param_groups[0]["sync_every"], self._phase, self._warmup_steps)
+        return schedule.next_sync(step, lr)
+
+    def _due_fragments(self, step: int) -> list[Fragment]:
+        """What is sent at `step`, a value that `_next_send` gave."""
+        return self._fragments
+
+    def _delay(self, fragment: Fragment) -> int:
+        """Inner steps between sending a fragment and applying the result."""
+        return 0
+
+    def _wake_at_next_event(self) -> None:
+        self._next_event = min([self.param_groups[0]["next_sync"], *(exchange.due for exchange in self._in_flight)])
 
     def _run_events(self) -> None:
         """Send, then apply, what is due at the current step."""
@@ -268,65 +297,97 @@ class LowCommOptimizer(Optimizer):
         if t == self._warmup_steps and t > 0:
             self._end_warmup()
         if self.param_groups[0]["next_sync"] == t:
-            self._synchronise()
+            self._refresh_layout()
+            self._send(self._due_fragments(t), t)
+        self._finish([exchange for exchange in self._in_flight if exchange.due <= t])
+        self._wake_at_next_event()
 
-    def _synchronise(self) -> None:
-        """A blocking sync of everything."""
-        self._refresh_layout()
-        sent = [self._send(fragment, self._steps) for fragment in self._fragments]
-        self._set_all("last_send", self._steps)
-        if self._finish(sent):
-            self._average_others()
-            self.num_syncs += 1
+    def _send(self, fragments: list[Fragment], step: int, optional: bool = False) -> None:
+        """Start the exchange of `fragments`, to be applied after their delay."""
+        for fragment in fragments:
+            work = self._reducer.start(
+                self._message(fragment), bucket=fragment.bucket, optional=optional, **self._labels(self._next_round())
+            )
+            fragment.last_send = step
+            self._in_flight.append(InFlight(fragment, step + self._delay(fragment), work))
+        self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
 
-    def _send(self, fragment: Fragment, due: int) -> InFlight:
-        message = fragment.pack_values() if fragment.anchor is None else fragment.pack_delta()
-        fragment.send = None
-        work = self._reducer.start(
-            message,
-            bucket=fragment.bucket,
-            round=self._next_round(),
-            weight=self._weight(),
-            check=self._agreement_hash(),
-            describe=self._agreement,
-        )
-        return InFlight(fragment, due, work)
+    def _message(self, fragment: Fragment) -> Tensor:
+        """What this worker says about a fragment: its pseudo-gradient, or its values where there is no anchor."""
+        buffer = fragment.take_message()
+        return fragment.pack_values(buffer) if fragment.anchor is None else fragment.pack_delta(buffer)
 
-    def _finish(self, sent: list[InFlight]) -> bool:
-        """Wait for all exchanges, then apply them all; nothing is applied unless every one has succeeded."""
+    def _labels(self, round_: int) -> dict[str, Any]:
+        return {
+            "round": round_,
+            "weight": self._weight(),
+            "check": self._agreement_hash(),
+            "describe": self._agreement,
+            "hold": True,
+        }
+
+    def _finish(self, due: list[InFlight]) -> bool:
+        """Wait for exchanges and for what travels with them, then apply all; on a failure apply none."""
+        if not due:
+            return False
+        self._in_flight = [exchange for exchange in self._in_flight if exchange not in due]
+        works: list[Work | Arrived] = [exchange.work for exchange in due]
+        others: list[tuple[Fragment, Work]] = []
         try:
-            receipts = [exchange.work.wait() for exchange in sent]
+            receipts = [work.wait() for work in works]
+            if self._is_full_sync(due) and any(receipt.algorithm != "none" for receipt in receipts):
+                others = self._send_others()
+                receipts += [work.wait() for _, work in others]
         except SyncError as error:
-            return self._failed(sent, error)
+            for work in works:
+                work.discard()
+            return self._failed(due, error)
+        for work in works:
+            work.commit()
         self._record(receipts)
-        for exchange in sent:
+        for exchange in due:
             self._apply(exchange)
-        self._bind_feedback()
+        for fragment, work in others:
+            fragment.write(work.result)
         return True
 
+    def _is_full_sync(self, due: list[InFlight]) -> bool:
+        """Whether optimizer state and module buffers travel with these exchanges: when every fragment is among them."""
+        return len({exchange.fragment.bucket for exchange in due}) == len(self._fragments)
+
     def _apply(self, exchange: InFlight) -> None:
+        if (
+            exchange.work.wait().algorithm == "none"
+        ):  # every worker was idle: an outer step would move by momentum alone
+            return
         fragment, mean = exchange.fragment, exchange.work.result
         if self._rule is None or fragment.anchor is None:
             fragment.write(mean)
         else:
-            fragment.apply(self._rule, mean, self.param_groups)
-        fragment.send = mean
+            fragment.apply(self._rule, mean, self.param_groups, self._merge(fragment))
+        fragment.give_message(mean)
 
-    def _failed(self, sent: list[InFlight], error: SyncError) -> bool:
+    def _merge(self, fragment: Fragment) -> float:
+        """alpha: how much of the live value survives when a result is applied."""
+        return 0.0
+
+    def _failed(self, due: list[InFlight], error: SyncError) -> bool:
         if self._on_failure == "raise":
             raise error
         logger.warning("lowcomm: exchange %d failed (%s); policy: %s", self._round, error, self._on_failure)
-        if self._on_failure == "local":
-            for exchange in sent:
-                fragment = exchange.fragment
-                if fragment.anchor is not None and self._rule is not None:
-                    fragment.apply(self._rule, fragment.pack_delta(), self.param_groups)
+        for exchange in due if self._on_failure == "local" else []:
+            fragment = exchange.fragment
+            if fragment.anchor is not None and self._rule is not None:
+                own = fragment.pack_delta(fragment.take_message())
+                fragment.apply(self._rule, own, self.param_groups, self._merge(fragment))
+                fragment.give_message(own)
         self.last_sync = Receipt.failed(self._round, str(error), self._on_failure)
         return False
 
     def _record(self, receipts: list[Receipt]) -> None:
         self.last_sync = Receipt.combined(receipts)
         self.bytes_sent += self.last_sync.bytes_sent
+        self.num_syncs += 1
         logger.info("lowcomm: %s", self.last_sync)
 
     def _weight(self) -> float:
@@ -349,7 +410,7 @@ class LowCommOptimizer(Optimizer):
             p.grad = grad
         receipts = []
         for index, fragment in enumerate(self._fragments_of(gradients)):
-            message = fragment.pack_values()
+            message = fragment.pack_values(fragment.take_message())
             if skip:
                 message.fill_(math.nan)  # an infinity on one rank: everybody must see it and skip
             reduce = (self._dense if scaled is None else self._gradients).reduce
@@ -357,50 +418,46 @@ class LowCommOptimizer(Optimizer):
             receipts.append(work.wait())
             skip = skip or not bool(torch.isfinite(work.result.sum()))
             fragment.write(work.result)
-        self._record(receipts)
+        self.bytes_sent += sum(receipt.bytes_sent for receipt in receipts)
         return skip
 
     def _end_warmup(self) -> None:
         """Workers have stepped together: their parameters are the anchor of the first round."""
         self._take_anchors()
-        self._set_all("last_send", self._steps)
+        for fragment in self._fragments:
+            fragment.last_send = self._steps
 
     # ---- optimizer state and module buffers ----------------------------------------------------------------------
 
-    def _average_others(self) -> None:
-        """Average what travels with the parameters: named optimizer state, module buffers."""
-        for k, name in enumerate(self._average_state):
-            self._average_named_state(name, _STATE_BUCKET + 256 * k)
+    def _send_others(self) -> list[tuple[Fragment, Work]]:
+        """Start averaging what travels with the parameters: named optimizer state, module buffers."""
         floating, other = self._buffers
-        for index, fragment in enumerate(self._fragments_of(floating)):
-            self._average_values(fragment, _BUFFER_BUCKET + index)
-        if other and self._dense.world_size > 1:
-            source = 0 if self._group is None else dist.get_global_rank(self._group, 0)
-            for buffer in other:
-                dist.broadcast(buffer, source, group=self._group)
-                self.bytes_sent += buffer.numel() * buffer.element_size() if self._dense.rank == 0 else 0
+        parts = [(_BUFFER_BUCKET + i, part) for i, part in enumerate(self._fragments_of(floating))]
+        for k, name in enumerate(self._average_state):
+            tensors = self._named_state(name)
+            parts += [(_STATE_BUCKET + 256 * k + i, part) for i, part in enumerate(self._fragments_of(tensors))]
+        sent = []
+        for bucket, part in parts:
+            message = part.pack_values(part.take_message())
+            sent.append((part, self._dense.start(message, bucket=bucket, round=self._round, weight=self._weight())))
+        for buffer in other if self._dense.world_size > 1 else []:
+            self._dense.broadcast(buffer)
+        return sent
 
-    def _average_named_state(self, name: str, bucket: int) -> None:
-        """Average state tensor `name` of every parameter; where a worker has none yet it contributes zeros."""
+    def _named_state(self, name: str) -> list[Tensor]:
+        """State tensor `name` of every parameter; where this worker has none yet, zeros that are thrown away later."""
         parameters = self._trainable()
         states = [self._inner_state(p).get(name) for p in parameters]
         if all(state is None for state in states):
             known = sorted({key for p in parameters for key in self._inner_state(p)})
             raise ValueError(f"average_state names {name!r}, but the inner optimizer keeps: {known}")
-        stand_ins = [torch.zeros_like(p) if s is None else s for p, s in zip(parameters, states, strict=True)]
-        for index, fragment in enumerate(self._fragments_of(stand_ins)):
-            self._average_values(fragment, bucket + index)
-
-    def _average_values(self, fragment: Fragment, bucket: int) -> None:
-        work = self._dense.reduce(fragment.pack_values(), bucket=bucket, round=self._round, weight=self._weight())
-        self.bytes_sent += work.wait().bytes_sent
-        fragment.write(work.result)
+        return [torch.zeros_like(p) if s is None else s for p, s in zip(parameters, states, strict=True)]
 
     def _fragments_of(self, tensors: Sequence[Tensor], first_bucket: int = 0) -> list[Fragment]:
         """One fragment for each device and dtype, in the order of first appearance."""
         members: dict[tuple[torch.device, torch.dtype], list[Tensor]] = defaultdict(list)
         for tensor in tensors:
-            members[tensor.device, tensor.dtype].append(tensor)
+            members[local_tensor(tensor).device, tensor.dtype].append(tensor)
         return [Fragment(first_bucket + i, part, [0] * len(part)) for i, part in enumerate(members.values())]
 
     # ---- ending, evaluating --------------------------------------------------------------------------------------
@@ -413,14 +470,70 @@ class LowCommOptimizer(Optimizer):
         its own, until all have called `flush`. A call with no inner step since the last sync changes nothing.
         """
         if not self._ready:
-            return
+            self._lay_out()
         self._refresh_layout()
-        while not self._flush_round():
-            pass
+        while True:
+            partial = self._partial_deltas()
+            if self._roll_call():
+                break
+        self._finish(self._in_flight)
+        self._exchange_partials(partial)
 
-    def _flush_round(self) -> bool:
-        """One exchange as a finished worker; True when all workers have finished."""
-        raise NotImplementedError
+    def _partial_deltas(self) -> dict[int, Tensor]:
+        """By bucket, what this worker has to offer for every fragment that has made progress since it was last sent.
+
+        Formed from the anchor the progress started from, so before any mean in flight is applied.
+        """
+        in_flight = {exchange.fragment.bucket for exchange in self._in_flight}
+        partial = {}
+        for fragment in self._fragments:
+            survives = self._merge(fragment) > 0.0
+            since = fragment.last_send + (0 if survives else self._delay(fragment))
+            if self._steps > max(since, self._warmup_steps) and (survives or fragment.bucket not in in_flight):
+                partial[fragment.bucket] = self._message(fragment)
+        return partial
+
+    def _roll_call(self) -> bool:
+        """Take part in the next exchange without a further inner step; True once all workers have finished.
+
+        A worker that has run out of data walks through the schedule without training, so it meets the others' messages
+        in their order. When everybody has finished nothing is sent.
+        """
+        step = self.param_groups[0]["next_sync"]
+        if step <= self._steps:
+            step = self._next_send(self._steps, float(self.param_groups[0].get("lr", 0.0)))
+        self._finish([exchange for exchange in self._in_flight if exchange.due < step])
+        fragments = self._due_fragments(step)
+        sends = {fragment.bucket: fragment.last_send for fragment in fragments}
+        self._send(fragments, step, optional=True)
+        answers = [exchange for exchange in self._in_flight if exchange.fragment.bucket in sends]
+        if answers[-1].work.wait().algorithm == "none":
+            self._in_flight = [exchange for exchange in self._in_flight if exchange not in answers]
+            for exchange in answers:
+                exchange.work.discard()
+                exchange.fragment.last_send = sends[exchange.fragment.bucket]
+            return True
+        self._steps = step
+        self._finish([exchange for exchange in self._in_flight if exchange.due <= step])
+        return False
+
+    def _exchange_partials(self, partial: dict[int, Tensor]) -> None:
+        """The last exchange: progress that some worker still has; then everybody holds the anchor."""
+        sent = []
+        for fragment in self._fragments:
+            message = partial.get(fragment.bucket)
+            if message is None:
+                message = fragment.take_message().zero_() if fragment.anchor is not None else self._message(fragment)
+            idle = fragment.bucket not in partial
+            labels = self._labels(self._next_round())
+            work = self._reducer.start(message, bucket=fragment.bucket, optional=idle, **labels)
+            sent.append(InFlight(fragment, self._steps, work))
+        self._finish(sent)
+        for fragment in self._fragments:
+            fragment.last_send = self._steps
+            if fragment.anchor is not None:
+                fragment.write(fragment.anchor)
+        self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
 
     @contextmanager
     def global_weights(self) -> Iterator[None]:
@@ -429,7 +542,7 @@ class LowCommOptimizer(Optimizer):
         Raises:
             RuntimeError: the method keeps no anchor and workers have stepped apart since the last sync.
         """
-        apart = self._ready and self._steps > max(self.param_groups[0]["last_send"], self._warmup_steps)
+        apart = any(self._steps > max(fragment.last_send, self._warmup_steps) for fragment in self._fragments)
         if apart and any(fragment.anchor is None for fragment in self._fragments):
             raise RuntimeError(
                 f"{type(self).__name__} without compress keeps no anchor: between syncs there are no global weights; "
@@ -457,7 +570,7 @@ class LowCommOptimizer(Optimizer):
         running = bool(getattr(self, "param_groups", None))
         if running:
             for key in self._ours:
-                param_group.setdefault(key, self.param_groups[0][key])
+                param_group.setdefault(key, copy.copy(self.param_groups[0][key]))
         super().add_param_group(param_group)
         if not known:
             agree_on_tensors(self._named_parameters([param_group]), process_group=self._group, init=self._init)
@@ -488,6 +601,7 @@ class LowCommOptimizer(Optimizer):
 
     def _reset_layout(self) -> None:
         self._fragments: list[Fragment] = []
+        self._in_flight: list[InFlight] = []
         self._ready = False
         self._counting = True
         self._steps = 0
@@ -496,61 +610,121 @@ class LowCommOptimizer(Optimizer):
     def _lay_out(self) -> None:
         """Build fragments for the present parameters; fill them from `self.state`, or from the parameters."""
         home = torch.device("cpu") if self._offload == "cpu" else None
-        previous = dict(self.state)
-        self._fragments = []
+        sends = self.param_groups[0]["last_send"] or []
+        saved = self._settled_state()
+        self._fragments, self._in_flight = [], []
         for bucket, members in enumerate(self._partition()):
-            tensors, groups = [p for p, _ in members], [g for _, g in members]
-            fragment = Fragment(bucket, tensors, groups, home)
+            fragment = Fragment(bucket, [p for p, _ in members], [g for _, g in members], home)
+            fragment.last_send = sends[bucket] if bucket < len(sends) else self._steps
             if self._needs_anchor():
                 fragment.take_anchor()
-                assert self._rule is not None
-                fragment.buffers = {name: fragment.new_buffer() for name in self._rule.buffers}
+                fragment.buffers = {name: fragment.new_buffer() for name in self._buffer_names()}
             self._fragments.append(fragment)
-            self._restore(fragment, previous)
+            self._restore(fragment, saved)
+        self._restore_in_flight(saved)
         self._ready = True
-        self._bind()
+        for fragment in self._fragments:
+            self._bind(fragment)
+
+    def _buffer_names(self) -> tuple[str, ...]:
+        """Names of the flat float buffers of a fragment besides the anchor; kept in checkpoints."""
+        return () if self._rule is None else self._rule.buffers
+
+    def _slots(self) -> int:
+        """Exchanges of one fragment that may be in flight when `step()` returns; each has its place in checkpoints."""
+        return 0
+
+    def _bind(self, fragment: Fragment) -> None:
+        """Make `self.state` show the flat buffers by parameter.
+
+        Residuals and results in flight change buffers at every exchange: what stands here for them are names, with
+        values put in by `state_dict`.
+        """
+        blank = torch.zeros((), dtype=fragment.dtype, device=fragment.device)
+        names = [f"in_flight_{k}" for k in range(self._slots())]
+        names += list(self._reducer.state_names(fragment.bucket))
+        for index, p in enumerate(fragment.tensors):
+            entry: dict[str, Any] = {"inner": self._inner_state(p)}
+            entry.update({name: fragment.view(flat, index) for name, flat in fragment.flats().items()})
+            entry.update({name: blank.expand(local_tensor(p).shape) for name in names})
+            self.state[p] = entry
+
+    def _settled_state(self) -> dict[Tensor, dict[str, Any]]:
+        """`self.state` with everything filled in: residuals, and results in flight once they have arrived."""
+        filled = {p: dict(entry) for p, entry in self.state.items()}
+        for fragment in self._fragments:
+            transient = self._reducer.state(fragment.bucket)
+            arriving = [exchange for exchange in self._in_flight if exchange.fragment is fragment]
+            for k, exchange in enumerate(arriving):
+                exchange.work.wait()
+                transient[f"in_flight_{k}"] = exchange.work.result
+            for index, p in enumerate(fragment.tensors):
+                filled[p]["inner"] = self._inner_state(p)
+                for name, flat in transient.items():
+                    filled[p][name] = self._part(fragment, index, name, flat)
+        self._set_all("in_flight", [n for x in self._in_flight for n in (x.fragment.bucket, x.due)])
+        return filled
+
+    def _part(self, fragment: Fragment, index: int, name: str, flat: Tensor) -> Tensor:
+        """The part of a flat buffer that belongs to parameter `index`.
+
+        An owner's residual covers a slice of the fragment: a parameter has the piece inside it, flat and maybe empty;
+        a sharded parameter has it in its own shape, zero outside, so that it can be a DTensor.
+        """
+        if not name.startswith("owner_"):
+            return fragment.view(flat, index)
+        begin, end = fragment.offsets[index], fragment.offsets[index + 1]
+        start, stop = self._reducer.owner_slice(fragment.bucket)
+        a, b = min(max(begin, start), end), max(min(end, stop), begin)
+        piece = flat[a - start : max(a, b) - start]
+        p = fragment.tensors[index]
+        if not hasattr(p, "to_local"):
+            return piece
+        full = torch.zeros(end - begin, dtype=flat.dtype, device=flat.device)
+        full[a - begin : max(a, b) - begin] = piece
+        return like_placement(full.view(local_tensor(p).shape), p)
 
     def _restore(self, fragment: Fragment, saved: dict[Tensor, dict[str, Any]]) -> None:
         """Copy per-parameter state into the flat buffers of a new fragment, and feedback state into the reducer."""
-        flat = {} if fragment.anchor is None else {"anchor": fragment.anchor, **fragment.buffers}
-        feedback = self._reducer.state(fragment.bucket, fragment.numel, fragment.device)
-        start, stop = self._reducer.owner_slice(fragment.numel)
-        for index, p in enumerate(fragment.tensors):
-            entries = saved.get(p, {})
-            for name, buffer in [*flat.items(), *feedback.items()]:
-                if name not in entries:
-                    continue
-                target = (
-                    _overlap(fragment, index, buffer, start, stop)
-                    if name.startswith("owner_")
-                    else buffer[fragment.offsets[index] : fragment.offsets[index + 1]]
-                )
-                target.copy_(local_tensor(entries[name]).reshape(-1))
+        for name, flat in fragment.flats().items():
+            self._gather(fragment, saved, name, flat)
+        feedback = {}
+        for name in self._reducer.state_names(fragment.bucket):
+            parts = [saved.get(p, {}).get(name) for p in fragment.tensors]
+            if any(part is not None for part in parts):
+                feedback[name] = self._joined(fragment, name, parts)
         if feedback:
             self._reducer.load_state(fragment.bucket, feedback)
 
-    def _bind(self) -> None:
-        """Make `self.state` show the flat buffers, by parameter."""
-        for fragment in self._fragments:
-            flat = {} if fragment.anchor is None else {"anchor": fragment.anchor, **fragment.buffers}
-            for index, p in enumerate(fragment.tensors):
-                entry: dict[str, Any] = {"inner": self._inner_state(p)}
-                entry.update({name: fragment.view(buffer, index) for name, buffer in flat.items()})
-                self.state[p] = entry
-        self._bind_feedback()
+    def _gather(self, fragment: Fragment, saved: dict[Tensor, dict[str, Any]], name: str, flat: Tensor) -> None:
+        for index, p in enumerate(fragment.tensors):
+            if name in saved.get(p, {}):
+                part = flat[fragment.offsets[index] : fragment.offsets[index + 1]]
+                part.copy_(local_tensor(saved[p][name]).reshape(-1))
 
-    def _bind_feedback(self) -> None:
-        """Show the committed residuals, which change buffers at every exchange."""
-        for fragment in self._fragments:
-            feedback = self._reducer.state(fragment.bucket, fragment.numel, fragment.device)
-            if not feedback:
-                continue
-            start, stop = self._reducer.owner_slice(fragment.numel)
-            for index, p in enumerate(fragment.tensors):
-                for name, buffer in feedback.items():
-                    owner = name.startswith("owner_")
-                    view = _overlap(fragment, index, buffer, start, stop) if owner else fragment.view(buffer, index)
-                    self.state[p][name] = view
+    def _joined(self, fragment: Fragment, name: str, parts: Sequence[Tensor | None]) -> Tensor:
+        """A flat feedback tensor put together from its parameters' parts; zeros for new parameters."""
+        flats = []
+        for index, part in enumerate(parts):
+            length = fragment.offsets[index + 1] - fragment.offsets[index]
+            absent = torch.zeros(0 if name.startswith("owner_") else length, device=fragment.device)
+            flats.append(absent if part is None else local_tensor(part).reshape(-1).to(fragment.device))
+        flat = torch.cat(flats)
+        if name.startswith("owner_") and flat.numel() == fragment.numel:  # sharded parameters carry it in full
+            start, stop = self._reducer.owner_slice(fragment.bucket, fragment.numel)
+            flat = flat[start:stop]
+        return flat
+
+    def _restore_in_flight(self, saved: dict[Tensor, dict[str, Any]]) -> None:
+        pairs = self.param_groups[0].get("in_flight") or []
+        slots: dict[int, int] = defaultdict(int)
+        for bucket, due in zip(pairs[::2], pairs[1::2], strict=True):
+            fragment = self._fragments[bucket]
+            result = fragment.take_message()
+            self._gather(fragment, saved, f"in_flight_{slots[bucket]}", result)
+            slots[bucket] += 1
+            receipt = Receipt(self._round, bucket, "restored", fragment.numel, self._reducer.world_size)
+            self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt)))
 
     def _refresh_layout(self) -> None:
         """Lay out again if parameters were frozen or unfrozen since."""
@@ -580,9 +754,9 @@ class LowCommOptimizer(Optimizer):
         self._set_all("round", self._round + 1)
         return self._round
 
-    def _set_all(self, key: str, value: int) -> None:
+    def _set_all(self, key: str, value: int | list[int]) -> None:
         for group in self.param_groups:
-            group[key] = value
+            group[key] = value if isinstance(value, int) else list(value)
 
     def _agreement(self) -> dict[str, object]:
         """The settings that all workers must share, by name."""
@@ -607,10 +781,15 @@ class LowCommOptimizer(Optimizer):
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch.optim; never communicates. What it holds is this worker's own: save one file for each worker."""
-        for p, entry in self.state.items():
-            entry["inner"] = self._inner_state(p)
-        return super().state_dict()
+        """As torch.optim; never communicates. What it holds is this worker's own: save one file for each worker.
+
+        Exchanges in flight are waited for, and their results saved together with the step at which they are due.
+        """
+        names, self.state = self.state, defaultdict(dict, self._settled_state())
+        try:
+            return super().state_dict()
+        finally:
+            self.state = names
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -676,15 +855,16 @@ class LowCommOptimizer(Optimizer):
             optimizer.state = defaultdict(dict, {p: self.state[p]["inner"] for p in mine if p in self.state})
         self._reset_layout()
         first = self.param_groups[0]
-        self._steps, self._next_event = first["local_step"], first["next_sync"]
+        self._steps = first["local_step"]
         if self.state:
             self._lay_out()
+        self._wake_at_next_event()
 
     def __getstate__(self) -> dict[str, Any]:
         """For pickle: everything but the process group, which cannot be pickled."""
-        self.state_dict()
-        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments")
-        return {key: value for key, value in self.__dict__.items() if key not in dropped}
+        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments", "_in_flight")
+        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
+        return {**kept, "state": self._settled_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         group = state.pop("_group", None)
@@ -699,13 +879,6 @@ class LowCommOptimizer(Optimizer):
         state = copy.deepcopy(self.__getstate__(), memo)
         twin.__setstate__({**state, "_group": self._group})
         return twin
-
-
-def _overlap(fragment: Fragment, index: int, owned: Tensor, start: int, stop: int) -> Tensor:
-    """The part of an owner's slice [start, stop) that belongs to tensor `index`; may be empty."""
-    a = min(max(fragment.offsets[index], start), stop)
-    b = min(max(fragment.offsets[index + 1], start), stop)
-    return owned[a - start : b - start]
 
 
 def _exact(source: Any, loaded: Any) -> Any:

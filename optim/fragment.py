@@ -1,6 +1,6 @@
 """A fragment: tensors that are synchronised together, and the flat buffers that belong to them.
 
-The live tensors stay where they are. Each fragment owns contiguous flat buffers (anchor, outer buffers, send buffer)
+The live tensors stay where they are. Each fragment owns contiguous flat buffers (anchor, outer buffers, messages)
 and works on them in pieces small enough to stay in the cache, so that building a message and applying a result each
 read and write main memory once.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .outer import OuterRule
 
-__all__ = ["Fragment", "local_tensor"]
+__all__ = ["Fragment", "like_placement", "local_tensor"]
 
 PIECE = 1 << 17  # elements; anchor, momentum, delta and live tensor of one piece fit a 2 MiB cache
 
@@ -50,7 +50,7 @@ class Fragment:
     Attributes:
         anchor: (n,) flat copy of the tensors as of the last sync, or None where only values are averaged.
         buffers: name -> (n,) outer buffers.
-        send: (n,) message buffer, allocated at the first use.
+        last_send: step at which it was last sent, or agreed upon otherwise.
     """
 
     def __init__(self, bucket: int, tensors: Sequence[Tensor], groups: Sequence[int], home: torch.device | None = None):
@@ -67,7 +67,8 @@ class Fragment:
         self.numel = self.offsets[-1]
         self.anchor: Tensor | None = None
         self.buffers: dict[str, Tensor] = {}
-        self._send: Tensor | None = None
+        self.last_send = 0
+        self._messages: list[Tensor] = []
         self._pieces: list[Piece] = []
         self._addresses: list[int] = []
 
@@ -90,15 +91,19 @@ class Fragment:
             b = min(a + PIECE, stop)
             yield Piece(a, b, flat[a - start : b - start], group)
 
-    @property
-    def send(self) -> Tensor:
-        if self._send is None:
-            self._send = torch.empty(self.numel, dtype=self.dtype, device=self.device)
-        return self._send
+    def take_message(self) -> Tensor:
+        """An (n,) buffer for a message, contents undefined; buffers given back are used again."""
+        if self._messages:
+            return self._messages.pop()
+        return torch.empty(self.numel, dtype=self.dtype, device=self.device)
 
-    @send.setter
-    def send(self, buffer: Tensor | None) -> None:
-        self._send = buffer
+    def give_message(self, buffer: Tensor) -> None:
+        """Hand a message buffer back."""
+        self._messages.append(buffer)
+
+    def flats(self) -> dict[str, Tensor]:
+        """All persistent flat buffers by name."""
+        return {} if self.anchor is None else {"anchor": self.anchor, **self.buffers}
 
     def new_buffer(self) -> Tensor:
         """A zero (n,) buffer at home; pinned when it is host memory of a GPU fragment."""
@@ -112,21 +117,19 @@ class Fragment:
         for piece in self.pieces():
             self.anchor[piece.start : piece.stop].view(piece.live.shape).copy_(piece.live)
 
-    def pack_values(self) -> Tensor:
-        """send <- live values."""
-        send = self.send
-        for piece in self.pieces():
-            send[piece.start : piece.stop].view(piece.live.shape).copy_(piece.live)
-        return send
+    def pack_values(self, out: Tensor) -> Tensor:
+        """out <- live values."""
+        for start, stop, live, _ in self.pieces():
+            out[start:stop].view(live.shape).copy_(live)
+        return out
 
-    def pack_delta(self, out: Tensor | None = None) -> Tensor:
-        """send <- anchor - live: the pseudo-gradient, in the anchor's dtype."""
+    def pack_delta(self, out: Tensor) -> Tensor:
+        """out <- anchor - live: the pseudo-gradient, in the anchor's dtype."""
         assert self.anchor is not None
-        send = self.send if out is None else out
         for start, stop, live, _ in self.pieces():
             anchor = self.anchor[start:stop].to(self.device).view(live.shape)
-            torch.sub(anchor, live, out=send[start:stop].view(live.shape))
-        return send
+            torch.sub(anchor, live, out=out[start:stop].view(live.shape))
+        return out
 
     def write(self, values: Tensor) -> None:
         """live <- values, rounded to the live dtype."""
@@ -135,23 +138,14 @@ class Fragment:
 
     def apply(self, rule: OuterRule, delta: Tensor, groups: list[dict[str, Any]], alpha: float = 0.0) -> None:
         """Outer step from the averaged pseudo-gradient, then live <- alpha * live + (1 - alpha) * anchor."""
-        assert self.anchor is not None
+        flats = [self.anchor, *(self.buffers[name] for name in rule.buffers)]
         for start, stop, live, group in self.pieces():
-            anchor, *buffers = self._load(start, stop)
+            stored = [flat[start:stop] for flat in flats if flat is not None]
+            anchor, *buffers = loaded = [part.to(self.device, non_blocking=True) for part in stored]
             rule.step_(anchor, dict(zip(rule.buffers, buffers, strict=True)), delta[start:stop], groups[group])
-            self._store(start, stop, [anchor, *buffers])
+            for part, value in zip(stored, loaded, strict=True) if self.home != self.device else ():
+                part.copy_(value)  # offloaded: the rule has worked on a copy
             merge_(live, anchor.view(live.shape), alpha)
-
-    def _load(self, start: int, stop: int) -> list[Tensor]:
-        owned = [self.anchor, *self.buffers.values()]
-        return [buffer[start:stop].to(self.device, non_blocking=True) for buffer in owned if buffer is not None]
-
-    def _store(self, start: int, stop: int, values: list[Tensor]) -> None:
-        if self.home == self.device:
-            return  # the rule has worked in place
-        for buffer, value in zip([self.anchor, *self.buffers.values()], values, strict=True):
-            assert buffer is not None
-            buffer[start:stop].copy_(value)
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """The part of a flat buffer that belongs to tensor `index`, in the tensor's shape (a DTensor for a DTensor)."""
