@@ -48,7 +48,7 @@ COUNTERS = ("local_step", "round", "next_sync", "last_send", "in_flight")
 _NOT_COMPARED = ("params", "param_names", *COUNTERS)
 
 # Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
-_STATE_BUCKET, _BUFFER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18
+_STATE_BUCKET, _BUFFER_BUCKET, _COUNTER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18, 1 << 19
 
 
 class SharedOptions(TypedDict, total=False):
@@ -122,6 +122,12 @@ class LowCommOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True  # GradScaler then always calls step(), so ranks never lose count
+    _fragments: list[Fragment]
+    _in_flight: list[InFlight]
+    _ready: bool  # flat buffers exist and `self.state` shows them
+    _counting: bool  # the present step() is a real one
+    _steps: int  # completed inner steps; equals "local_step" of every group
+    _next_event: int  # step at which something is to be sent or applied
 
     def __init__(
         self,
@@ -182,7 +188,7 @@ class LowCommOptimizer(Optimizer):
 
     # ---- the step ------------------------------------------------------------------------------------------------
 
-    @overload  # type: ignore[override]
+    @overload
     def step(self, closure: None = None) -> None: ...
 
     @overload
@@ -381,7 +387,14 @@ class LowCommOptimizer(Optimizer):
                 own = fragment.pack_delta(fragment.take_message())
                 fragment.apply(self._rule, own, self.param_groups, self._merge(fragment))
                 fragment.give_message(own)
-        self.last_sync = Receipt.failed(self._round, str(error), self._on_failure)
+        self.last_sync = Receipt(
+            self._round,
+            due[0].fragment.bucket,
+            "none",
+            due[0].fragment.numel,
+            self._reducer.world_size,
+            failure=f"{self._on_failure}: {error}",
+        )
         return False
 
     def _record(self, receipts: list[Receipt]) -> None:
@@ -432,16 +445,17 @@ class LowCommOptimizer(Optimizer):
     def _send_others(self) -> list[tuple[Fragment, Work]]:
         """Start averaging what travels with the parameters: named optimizer state, module buffers."""
         floating, other = self._buffers
-        parts = [(_BUFFER_BUCKET + i, part) for i, part in enumerate(self._fragments_of(floating))]
+        weight = self._weight()
+        parts = [(_BUFFER_BUCKET + i, part, weight) for i, part in enumerate(self._fragments_of(floating))]
+        first_only = float(self._dense.rank == 0)  # counters cannot be averaged: everybody gets those of rank 0
+        parts += [(_COUNTER_BUCKET + i, part, first_only) for i, part in enumerate(self._fragments_of(other))]
         for k, name in enumerate(self._average_state):
-            tensors = self._named_state(name)
-            parts += [(_STATE_BUCKET + 256 * k + i, part) for i, part in enumerate(self._fragments_of(tensors))]
+            states = self._fragments_of(self._named_state(name))
+            parts += [(_STATE_BUCKET + 256 * k + i, part, weight) for i, part in enumerate(states)]
         sent = []
-        for bucket, part in parts:
+        for bucket, part, share in parts:
             message = part.pack_values(part.take_message())
-            sent.append((part, self._dense.start(message, bucket=bucket, round=self._round, weight=self._weight())))
-        for buffer in other if self._dense.world_size > 1 else []:
-            self._dense.broadcast(buffer)
+            sent.append((part, self._dense.start(message, bucket=bucket, round=self._round, weight=share)))
         return sent
 
     def _named_state(self, name: str) -> list[Tensor]:
@@ -600,8 +614,8 @@ class LowCommOptimizer(Optimizer):
         return self._rule is not None
 
     def _reset_layout(self) -> None:
-        self._fragments: list[Fragment] = []
-        self._in_flight: list[InFlight] = []
+        self._fragments = []
+        self._in_flight = []
         self._ready = False
         self._counting = True
         self._steps = 0
@@ -642,7 +656,7 @@ class LowCommOptimizer(Optimizer):
         """
         blank = torch.zeros((), dtype=fragment.dtype, device=fragment.device)
         names = [f"in_flight_{k}" for k in range(self._slots())]
-        names += list(self._reducer.state_names(fragment.bucket))
+        names += list(self._reducer.state_names())
         for index, p in enumerate(fragment.tensors):
             entry: dict[str, Any] = {"inner": self._inner_state(p)}
             entry.update({name: fragment.view(flat, index) for name, flat in fragment.flats().items()})
@@ -674,7 +688,7 @@ class LowCommOptimizer(Optimizer):
         if not name.startswith("owner_"):
             return fragment.view(flat, index)
         begin, end = fragment.offsets[index], fragment.offsets[index + 1]
-        start, stop = self._reducer.owner_slice(fragment.bucket)
+        start, stop = self._reducer.owner_slice(fragment.numel)
         a, b = min(max(begin, start), end), max(min(end, stop), begin)
         piece = flat[a - start : max(a, b) - start]
         p = fragment.tensors[index]
@@ -689,7 +703,7 @@ class LowCommOptimizer(Optimizer):
         for name, flat in fragment.flats().items():
             self._gather(fragment, saved, name, flat)
         feedback = {}
-        for name in self._reducer.state_names(fragment.bucket):
+        for name in self._reducer.state_names():
             parts = [saved.get(p, {}).get(name) for p in fragment.tensors]
             if any(part is not None for part in parts):
                 feedback[name] = self._joined(fragment, name, parts)
@@ -711,7 +725,7 @@ class LowCommOptimizer(Optimizer):
             flats.append(absent if part is None else local_tensor(part).reshape(-1).to(fragment.device))
         flat = torch.cat(flats)
         if name.startswith("owner_") and flat.numel() == fragment.numel:  # sharded parameters carry it in full
-            start, stop = self._reducer.owner_slice(fragment.bucket, fragment.numel)
+            start, stop = self._reducer.owner_slice(fragment.numel)
             flat = flat[start:stop]
         return flat
 

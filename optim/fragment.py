@@ -27,8 +27,8 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def anchor_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Outer quantities are float32 whatever the parameter's dtype, float64 for float64."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    """Outer quantities are float32 whatever the parameter's dtype, float64 for float64 and (exactly) for integers."""
+    return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64
 
 
 class Piece(NamedTuple):
