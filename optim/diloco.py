@@ -37,7 +37,8 @@ class DiLoCo(LowCommOptimizer):
             smaller gain outer_lr / (1 - outer_momentum).
         outer_lr: nu, step size on the averaged pseudo-gradient; a parameter-group key.
         outer_momentum: mu in [0, 1); a parameter-group key.
-        nesterov: Nesterov momentum; False gives the heavy ball that some public code uses under that name.
+        nesterov: Nesterov momentum; False gives the heavy ball that some public code uses under that name. The group
+            key is "outer_nesterov", since SGD has a "nesterov" of its own.
         **shared: process_group, weights, average_state, warmup_steps, phase, compress, feedback, sync_buffers,
             on_failure, offload, init: see `LowCommOptimizer`.
 
@@ -75,7 +76,7 @@ class DiLoCo(LowCommOptimizer):
             inner,
             sync_every=sync_every,
             rule=Nesterov(),
-            outer_defaults={"outer_lr": outer_lr, "outer_momentum": outer_momentum, "nesterov": nesterov},
+            outer_defaults={"outer_lr": outer_lr, "outer_momentum": outer_momentum, "outer_nesterov": nesterov},
             **shared,
         )
 

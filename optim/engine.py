@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypedDict, overload
+from typing import Any, ClassVar, Literal, TypedDict, TypeVar, cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -49,6 +49,14 @@ _NOT_COMPARED = ("params", "param_names", *COUNTERS)
 
 # Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
 _STATE_BUCKET, _BUFFER_BUCKET, _COUNTER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18, 1 << 19
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _not_compiled(function: _F) -> _F:
+    """Keep torch.compile out: counters would be compiled in and recompile at every step."""
+    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
 
 
 class SharedOptions(TypedDict, total=False):
@@ -201,6 +209,7 @@ class LowCommOptimizer(Optimizer):
         Args:
             closure: evaluates the model and returns the loss, as in torch.optim.
         """
+        loss: float | None
         run_inner, closure, loss = self._before_inner(closure)
         if run_inner:
             if len(self._inners) == 1:
@@ -211,7 +220,7 @@ class LowCommOptimizer(Optimizer):
         self._after_inner()
         return loss
 
-    @torch.compiler.disable
+    @_not_compiled
     def _before_inner(
         self, closure: Callable[[], float] | None
     ) -> tuple[bool, Callable[[], float] | None, float | None]:
@@ -235,7 +244,7 @@ class LowCommOptimizer(Optimizer):
             self._plan()
         return not skip, closure, loss
 
-    @torch.compiler.disable
+    @_not_compiled
     def _after_inner(self) -> None:
         if self._own_gradients is not None:
             for p, grad in zip(self._trainable(), self._own_gradients, strict=True):

@@ -71,7 +71,7 @@ class Average(OuterRule):
 
 
 class Nesterov(OuterRule):
-    """SGD with (Nesterov) momentum; reads `outer_lr`, `outer_momentum` and `nesterov` from the group."""
+    """SGD with (Nesterov) momentum; reads `outer_lr`, `outer_momentum` and `outer_nesterov` from the group."""
 
     buffers = ("outer_momentum_buffer",)
 
@@ -82,5 +82,5 @@ class Nesterov(OuterRule):
             delta,
             lr=float(group["outer_lr"]),
             momentum_decay=float(group["outer_momentum"]),
-            nesterov=bool(group["nesterov"]),
+            nesterov=bool(group["outer_nesterov"]),
         )

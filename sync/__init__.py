@@ -1,5 +1,6 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
 
+from .agreement import agree_on_tensors
 from .allreduce import AllReduce, Work
 from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
 from .groups import resolve_group
@@ -16,5 +17,6 @@ __all__ = [
     "Receipt",
     "SyncError",
     "Work",
+    "agree_on_tensors",
     "resolve_group",
 ]

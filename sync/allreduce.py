@@ -17,11 +17,13 @@ from torch import Tensor
 
 from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
 from .dense import Dense
+from .errors import Aborted
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
 from .gather import AllGather
 from .groups import resolve_group
 from .hello import (
     ABORTED,
+    OPTIONAL,
     SKIPPED,
     UNABLE,
     Hello,
@@ -48,8 +50,9 @@ _POLICIES = ("raise", "skip", "use")
 class Work:
     """Handle of one exchange. `wait` first, then `result`."""
 
-    def __init__(self, exchange: Exchange) -> None:
+    def __init__(self, exchange: Exchange, settle: Callable[[Exchange, bool], None]) -> None:
         self._exchange = exchange
+        self._settle = settle
 
     def wait(self) -> Receipt:
         """Block until the exchange has ended and return its receipt. May be called again.
@@ -67,6 +70,14 @@ class Work:
     def done(self) -> bool:
         """Whether `wait` would return (or raise) at once."""
         return self._exchange.finished.is_set()
+
+    def commit(self) -> None:
+        """Make the feedback state of a held exchange that has succeeded the committed one, once."""
+        self._settle(self._exchange, True)
+
+    def discard(self) -> None:
+        """Drop the feedback state of a held exchange: as if it had not taken place."""
+        self._settle(self._exchange, False)
 
     @property
     def result(self) -> Tensor:
@@ -176,6 +187,8 @@ class AllReduce:
         weight: float = 1.0,
         check: int = 0,
         describe: Callable[[], dict[str, object]] | None = None,
+        optional: bool = False,
+        hold: bool = False,
     ) -> Work:
         """Begin to reduce `flat` and return at once. All ranks start the same exchanges in the same order.
 
@@ -189,18 +202,22 @@ class AllReduce:
             weight: how much this rank counts, >= 0. A rank with weight 0 takes part, adds nothing and keeps its state.
             check: a 64-bit hash of whatever must be equal on all ranks.
             describe: the names and values behind `check`, called only when some rank's `check` differs.
+            optional: this rank only answers the others. Its `check` is not compared; when all ranks are optional
+                nothing is sent, the receipt's algorithm is "none" and there is no result.
+            hold: leave the feedback state as it is until `Work.commit`, so that several exchanges can succeed or fail
+                together.
 
         Raises:
             ValueError: an argument that no rank could use.
         """
-        exchange = self._prepare(flat, bucket, round, weight, check, describe)
+        exchange = self._prepare(flat, bucket, round, weight, check, describe, optional, hold)
         if self._lane is None:
             exchange.run()
             exchange.publish()
-            return Work(exchange)
+            return Work(exchange, self._settle)
         self._use_group(overlapped=True)
         self._lane.submit(exchange)
-        return Work(exchange)
+        return Work(exchange, self._settle)
 
     def reduce(
         self,
@@ -211,10 +228,12 @@ class AllReduce:
         weight: float = 1.0,
         check: int = 0,
         describe: Callable[[], dict[str, object]] | None = None,
+        optional: bool = False,
+        hold: bool = False,
     ) -> Work:
         """As `start` and `wait` in one, without the helper thread. Arguments and errors as there."""
-        exchange = self._prepare(flat, bucket, round, weight, check, describe)
-        work = Work(exchange)
+        exchange = self._prepare(flat, bucket, round, weight, check, describe, optional, hold)
+        work = Work(exchange, self._settle)
         if self._lane is None:
             exchange.run()
             exchange.publish()
@@ -239,11 +258,14 @@ class AllReduce:
         weight: float,
         check: int,
         describe: Callable[[], dict[str, object]] | None,
+        optional: bool,
+        hold: bool,
     ) -> Exchange:
         self._check_arguments(flat, bucket, round, weight)
         receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
         exchange.check, exchange.describe, exchange.drive = check & (2**64 - 1), describe, self._drive
+        exchange.optional, exchange.hold = optional, hold
         self._sequence += 1
         with self._lock:
             pending = self._latest.get(bucket)
@@ -275,12 +297,28 @@ class AllReduce:
 
     def _drive(self, exchange: Exchange) -> None:
         """Everything between `start` and the waiters, in the lane."""
+        held = False
         try:
             self._communicate(exchange)
-            self._commit(exchange)
+            held = exchange.hold and exchange.receipt.algorithm != "none"
+            if not held:
+                self._commit(exchange)
         finally:
-            with self._lock:
-                exchange.settle()
+            if not held:
+                with self._lock:
+                    exchange.settle()
+
+    def _settle(self, exchange: Exchange, keep: bool) -> None:
+        """Commit or drop a held exchange once it has ended."""
+        exchange.finished.wait()
+        if exchange.settled:
+            return
+        if keep:
+            self._commit(exchange)
+        elif exchange.error is None:
+            exchange.error = Aborted("the exchange was discarded", [self.rank])
+        with self._lock:
+            exchange.settle()
 
     def _communicate(self, exchange: Exchange) -> None:
         peers, receipt = self._peers, exchange.receipt
@@ -288,6 +326,9 @@ class AllReduce:
         try:
             hellos = self._agree(exchange, peers)
             receipt.header_bytes = peers.sent - sent
+            if all(hello.flags & OPTIONAL for hello in hellos):
+                receipt.algorithm = "none"
+                return
             self._perform(exchange, peers, hellos)
         finally:
             receipt.bytes_sent, receipt.bytes_received = peers.sent - sent, peers.received - received
@@ -307,6 +348,7 @@ class AllReduce:
 
     def _hello(self, exchange: Exchange) -> Hello:
         flags = exchange.header.flags | (UNABLE if exchange.error is not None else 0)
+        flags |= OPTIONAL if exchange.optional else 0
         if exchange.previous is not None and exchange.previous.error is not None:
             flags |= ABORTED
         if exchange.previous is not None and exchange.previous.receipt.skipped:
@@ -362,8 +404,7 @@ class AllReduce:
         exchange.result = exchange.flat.zero_()
 
     def _commit(self, exchange: Exchange) -> None:
-        assert exchange.result is not None
-        if exchange.receipt.skipped:
+        if exchange.receipt.skipped or exchange.result is None:
             return
         if exchange.candidate is not None and self._feedback is not None:
             exchange.result = self._feedback.aggregate(exchange.result, exchange.candidate)
@@ -379,15 +420,18 @@ class AllReduce:
         kept = {tensor.data_ptr() for tensor in (*exchange.candidate.values(), exchange.result)}
         self._buffers.give(*(tensor for tensor in old.values() if tensor.data_ptr() not in kept))
 
-    def owner_slice(self, bucket: int = 0) -> tuple[int, int]:
-        """[start, stop) of the slice this rank sums in a two-phase exchange of `bucket`; (0, 0) with other algorithms.
-
-        Raises:
-            KeyError: the bucket was never exchanged nor loaded.
-        """
+    def owner_slice(self, elements: int) -> tuple[int, int]:
+        """[start, stop) of the slice of a vector that this rank sums in a two-phase exchange; else (0, 0)."""
         if not isinstance(self._algorithm, TwoPhase):
             return (0, 0)
-        return self._algorithm.partition(self._lengths[bucket]).bounds[self.rank]
+        return self._algorithm.partition(elements).bounds[self.rank]
+
+    def state_names(self) -> tuple[str, ...]:
+        """Names of the tensors that `state` has after the first exchange."""
+        if self._feedback is None:
+            return ()
+        names = tuple(self._feedback.init(0, torch.device("cpu")))
+        return (*names, "owner_residual") if isinstance(self._algorithm, TwoPhase) else names
 
     def state(self, bucket: int = 0) -> State:
         """A copy of the committed feedback state of a bucket: named flat tensors.

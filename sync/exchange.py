@@ -45,6 +45,8 @@ class Exchange:
     flags: int = 0
     error: BaseException | None = None
     result: Tensor | None = None
+    optional: bool = False  # this rank only answers the others
+    hold: bool = False  # committed by Work.commit, not when it has ended
     settled: bool = False  # committed or failed; set under the owner's lock
     finished: threading.Event = field(default_factory=threading.Event)
     drive: Callable[[Exchange], None] | None = None

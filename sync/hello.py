@@ -31,6 +31,7 @@ from .peers import Peers
 __all__ = ["HELLO_BYTES", "Hello"]
 
 SKIPPED = 0x2000  # this message builds on one that was skipped
+OPTIONAL = 0x2000  # this rank has nothing to say of its own: if nobody has, nothing is sent
 UNABLE = 0x4000  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
 _LAYOUT = struct.Struct("<IHHIfQQQdIIQ")
@@ -117,7 +118,13 @@ def check_agreement(peers: Peers, hellos: Sequence[Hello], describe: Callable[[]
     Args:
         describe: names and values behind the hashes; called, and gathered from all ranks, only on a mismatch.
     """
-    differing = [f.name for f in fields(Hello) if f.name in _AGREED and len({getattr(h, f.name) for h in hellos}) > 1]
+    # A rank that only answers the others (it has finished) may have other hyper-parameters by now.
+    voices = [hello for hello in hellos if not hello.flags & OPTIONAL] or list(hellos)
+    differing = [
+        f.name
+        for f in fields(Hello)
+        if f.name in _AGREED and len({getattr(h, f.name) for h in (voices if f.name == "check" else hellos)}) > 1
+    ]
     if not differing:
         return
     if "magic" in differing:

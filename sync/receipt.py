@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 __all__ = ["Receipt"]
+
+_SUMMED = (
+    "elements",
+    "bytes_sent",
+    "bytes_received",
+    "header_bytes",
+    "encode_ms",
+    "wire_ms",
+    "decode_ms",
+    "blocked_ms",
+)
 
 
 @dataclass
@@ -17,7 +29,7 @@ class Receipt:
     Attributes:
         round: the round number given to `start`.
         bucket: the bucket given to `start`.
-        algorithm: "local", "dense", "all_gather" or "two_phase".
+        algorithm: "dense", "all_gather" or "two_phase"; "none" when nothing was sent because every rank was optional.
         elements: length of the vector.
         world_size: ranks in the process group, N.
         contributors: ranks whose weight was not zero.
@@ -30,6 +42,7 @@ class Receipt:
         decode_ms: decoding and summing, in the thread that drives the exchange.
         blocked_ms: time the caller spent inside `wait`.
         flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
+        failure: what went wrong and what was done about it, where the caller's policy let training go on.
         skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.
     """
 
@@ -49,6 +62,20 @@ class Receipt:
     blocked_ms: float = 0.0
     flags: int = 0
     skipped: bool = False
+    failure: str = ""
+
+    @classmethod
+    def combined(cls, receipts: Sequence[Receipt]) -> Receipt:
+        """The account of exchanges that belong together: sums of bytes, elements and times, the last round."""
+        first = receipts[0]
+        if len(receipts) == 1:
+            return first
+        sums = {name: sum(getattr(receipt, name) for receipt in receipts) for name in _SUMMED}
+        flags = 0
+        for receipt in receipts:
+            flags |= receipt.flags
+        skipped = any(receipt.skipped for receipt in receipts)
+        return replace(first, round=receipts[-1].round, flags=flags, skipped=skipped, **sums)
 
     @property
     def payload_bytes(self) -> int:
