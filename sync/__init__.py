@@ -1,8 +1,8 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
 
-from .agreement import agree_on_tensors
 from .allreduce import AllReduce, Work
 from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
+from .fingerprint import agree_on_tensors, fingerprint
 from .groups import resolve_group
 from .receipt import Receipt
 
@@ -18,5 +18,6 @@ __all__ = [
     "SyncError",
     "Work",
     "agree_on_tensors",
+    "fingerprint",
     "resolve_group",
 ]

@@ -7,7 +7,6 @@ the same bits; a failed exchange changes no state.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from torch import Tensor
 
 from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
 from .dense import Dense
-from .errors import Aborted
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
 from .gather import AllGather
 from .groups import resolve_group
@@ -37,6 +35,7 @@ from .hello import (
 from .lane import lane_of
 from .peers import Peers
 from .receipt import Receipt
+from .states import States
 from .two_phase import TwoPhase
 
 __all__ = ["AllReduce", "Work"]
@@ -50,9 +49,8 @@ _POLICIES = ("raise", "skip", "use")
 class Work:
     """Handle of one exchange. `wait` first, then `result`."""
 
-    def __init__(self, exchange: Exchange, settle: Callable[[Exchange, bool], None]) -> None:
-        self._exchange = exchange
-        self._settle = settle
+    def __init__(self, exchange: Exchange, states: States) -> None:
+        self._exchange, self._states = exchange, states
 
     def wait(self) -> Receipt:
         """Block until the exchange has ended and return its receipt. May be called again.
@@ -63,6 +61,9 @@ class Work:
         start = time.perf_counter()
         self._exchange.finished.wait()
         self._exchange.receipt.blocked_ms += (time.perf_counter() - start) * 1e3
+        previous = self._exchange.previous
+        if self._exchange.error is None and previous is not None and previous.error is not None:
+            self._states.discard(self._exchange)
         if self._exchange.error is not None:
             raise self._exchange.error
         return self._exchange.receipt
@@ -72,12 +73,21 @@ class Work:
         return self._exchange.finished.is_set()
 
     def commit(self) -> None:
-        """Make the feedback state of a held exchange that has succeeded the committed one, once."""
-        self._settle(self._exchange, True)
+        """Make the feedback state of an exchange with `hold=True` the committed one; a second call does nothing.
+
+        Raises:
+            SyncError: the exchange failed.
+            RuntimeError: an earlier held exchange of the bucket is neither committed nor discarded.
+        """
+        self.wait()
+        self._states.commit(self._exchange)
 
     def discard(self) -> None:
-        """Drop the feedback state of a held exchange: as if it had not taken place."""
-        self._settle(self._exchange, False)
+        """Undo an exchange with `hold=True`, as if it had not taken place; waits for its end. Later exchanges of the
+        bucket that were started before this call build on it, and fail. Does nothing to one that has failed itself or
+        was committed."""
+        self._exchange.finished.wait()
+        self._states.discard(self._exchange)
 
     @property
     def result(self) -> Tensor:
@@ -139,21 +149,16 @@ class AllReduce:
         self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
         self._second_codec = second_codec
         self._algorithm_option, self._reduce, self._nonfinite = algorithm, reduce, nonfinite
-        self._states: dict[int, State] = {}
-        self._owner: dict[int, Tensor] = {}
-        self._lengths: dict[int, int] = {}
         self._connect()
 
     def _connect(self) -> None:
         """Everything that belongs to this process: never copied or pickled."""
         self._buffers = Buffers()
-        self._lock = threading.Lock()
-        self._latest: dict[int, Exchange] = {}
+        self._states = States(self._feedback, self._buffers)
         self._sequence = 0
         self._lane = None if self._group is None else lane_of(self._group)
-        peers = Peers(self._group)
-        self.rank, self.world_size = peers.rank, peers.world_size
-        self._peers: Peers = peers
+        self._peers = Peers(self._group)
+        self.rank, self.world_size = self._peers.rank, self._peers.world_size
         self._algorithm = self._choose()
 
     def _choose(self) -> Algorithm:
@@ -204,20 +209,22 @@ class AllReduce:
             describe: the names and values behind `check`, called only when some rank's `check` differs.
             optional: this rank only answers the others. Its `check` is not compared; when all ranks are optional
                 nothing is sent, the receipt's algorithm is "none" and there is no result.
-            hold: leave the feedback state as it is until `Work.commit`, so that several exchanges can succeed or fail
-                together.
+            hold: leave the committed feedback state as it is until `Work.commit`, so that several exchanges can succeed
+                or fail together.
 
         Raises:
             ValueError: an argument that no rank could use.
         """
-        exchange = self._prepare(flat, bucket, round, weight, check, describe, optional, hold)
+        exchange = self._exchange(flat, bucket, round, weight, optional, hold)
+        exchange.check, exchange.describe = check & (2**64 - 1), describe
+        self._prepare(exchange)
         if self._lane is None:
             exchange.run()
             exchange.publish()
-            return Work(exchange, self._settle)
-        self._use_group(overlapped=True)
-        self._lane.submit(exchange)
-        return Work(exchange, self._settle)
+        else:
+            self._use_group(overlapped=True)
+            self._lane.submit(exchange)
+        return Work(exchange, self._states)
 
     def reduce(
         self,
@@ -232,8 +239,10 @@ class AllReduce:
         hold: bool = False,
     ) -> Work:
         """As `start` and `wait` in one, without the helper thread. Arguments and errors as there."""
-        exchange = self._prepare(flat, bucket, round, weight, check, describe, optional, hold)
-        work = Work(exchange, self._settle)
+        exchange = self._exchange(flat, bucket, round, weight, optional, hold)
+        exchange.check, exchange.describe = check & (2**64 - 1), describe
+        self._prepare(exchange)
+        work = Work(exchange, self._states)
         if self._lane is None:
             exchange.run()
             exchange.publish()
@@ -250,38 +259,23 @@ class AllReduce:
         if group is not self._peers.group:
             self._peers = Peers(group)
 
-    def _prepare(
-        self,
-        flat: Tensor,
-        bucket: int,
-        round: int,
-        weight: float,
-        check: int,
-        describe: Callable[[], dict[str, object]] | None,
-        optional: bool,
-        hold: bool,
-    ) -> Exchange:
+    def _exchange(self, flat: Tensor, bucket: int, round: int, weight: float, optional: bool, hold: bool) -> Exchange:
         self._check_arguments(flat, bucket, round, weight)
         receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
-        exchange.check, exchange.describe, exchange.drive = check & (2**64 - 1), describe, self._drive
-        exchange.optional, exchange.hold = optional, hold
+        exchange.optional, exchange.hold, exchange.drive = optional, hold, self._drive
+        self._states.open(exchange)
         self._sequence += 1
-        with self._lock:
-            pending = self._latest.get(bucket)
-            if self._feedback is not None and pending is not None and not pending.settled:
-                exchange.previous, exchange.base = pending, pending.candidate or pending.base
-            else:
-                exchange.base = self._states.get(bucket)
-            self._latest[bucket] = exchange
+        return exchange
+
+    def _prepare(self, exchange: Exchange) -> None:
         with Stopwatch() as watch:
             try:
                 self._algorithm.prepare(exchange)
             except Exception as error:
                 # The other ranks wait for our hello: they get it, with the news that this rank is unable.
                 exchange.error = error
-        receipt.encode_ms = watch.ms
-        return exchange
+        exchange.receipt.encode_ms = watch.ms
 
     def _check_arguments(self, flat: Tensor, bucket: int, round: int, weight: float) -> None:
         allowed = (torch.float32, torch.float64) if self._codec is None else (torch.float32,)
@@ -297,28 +291,13 @@ class AllReduce:
 
     def _drive(self, exchange: Exchange) -> None:
         """Everything between `start` and the waiters, in the lane."""
-        held = False
         try:
+            self._states.relink(exchange)
             self._communicate(exchange)
-            held = exchange.hold and exchange.receipt.algorithm != "none"
-            if not held:
-                self._commit(exchange)
-        finally:
-            if not held:
-                with self._lock:
-                    exchange.settle()
-
-    def _settle(self, exchange: Exchange, keep: bool) -> None:
-        """Commit or drop a held exchange once it has ended."""
-        exchange.finished.wait()
-        if exchange.settled:
-            return
-        if keep:
-            self._commit(exchange)
-        elif exchange.error is None:
-            exchange.error = Aborted("the exchange was discarded", [self.rank])
-        with self._lock:
-            exchange.settle()
+            self._states.conclude(exchange)
+        except BaseException:
+            self._states.drop(exchange)
+            raise
 
     def _communicate(self, exchange: Exchange) -> None:
         peers, receipt = self._peers, exchange.receipt
@@ -328,8 +307,8 @@ class AllReduce:
             receipt.header_bytes = peers.sent - sent
             if all(hello.flags & OPTIONAL for hello in hellos):
                 receipt.algorithm = "none"
-                return
-            self._perform(exchange, peers, hellos)
+            else:
+                self._perform(exchange, peers, hellos)
         finally:
             receipt.bytes_sent, receipt.bytes_received = peers.sent - sent, peers.received - received
             receipt.wire_ms = (peers.wire_seconds - wire) * 1e3
@@ -382,7 +361,6 @@ class AllReduce:
             return
         if receipt.flags & (HAS_NAN | HAS_INF) and self._refuse(exchange, hellos):
             return
-        exchange.owner_base = self._owner.get(exchange.bucket)
         shares = Shares.of([hello.weight for hello in hellos], self._reduce)
         lengths = [hello.frame_bytes for hello in hellos]
         self._algorithm.communicate(exchange, peers, shares, lengths)
@@ -403,25 +381,8 @@ class AllReduce:
         exchange.receipt.skipped = True
         exchange.result = exchange.flat.zero_()
 
-    def _commit(self, exchange: Exchange) -> None:
-        if exchange.receipt.skipped or exchange.result is None:
-            return
-        if exchange.candidate is not None and self._feedback is not None:
-            exchange.result = self._feedback.aggregate(exchange.result, exchange.candidate)
-        with self._lock:
-            exchange.settled = True
-            self._lengths[exchange.bucket] = exchange.elements
-            if exchange.owner_candidate is not None:
-                self._owner[exchange.bucket] = exchange.owner_candidate
-            if exchange.candidate is None:
-                return
-            old = self._states.get(exchange.bucket) or exchange.base or {}
-            self._states[exchange.bucket] = exchange.candidate
-        kept = {tensor.data_ptr() for tensor in (*exchange.candidate.values(), exchange.result)}
-        self._buffers.give(*(tensor for tensor in old.values() if tensor.data_ptr() not in kept))
-
     def owner_slice(self, elements: int) -> tuple[int, int]:
-        """[start, stop) of the slice of a vector that this rank sums in a two-phase exchange; else (0, 0)."""
+        """[start, stop) of the slice of a vector that this rank sums; (0, 0) unless the exchange has two phases."""
         if not isinstance(self._algorithm, TwoPhase):
             return (0, 0)
         return self._algorithm.partition(elements).bounds[self.rank]
@@ -434,16 +395,13 @@ class AllReduce:
         return (*names, "owner_residual") if isinstance(self._algorithm, TwoPhase) else names
 
     def state(self, bucket: int = 0) -> State:
-        """A copy of the committed feedback state of a bucket: named flat tensors.
+        """A copy of the newest feedback state of a bucket: named flat tensors. Empty before the first exchange.
 
-        "residual" and others of the feedback rule have the length of the vector; "owner_residual" (two-phase) has the
-        length of `owner_slice`. Empty before the first exchange.
+        That is the committed state or, where held exchanges have ended well, the one they will commit. "residual" and
+        others of the feedback rule have the length of the vector; "owner_residual" (two-phase) has the length of
+        `owner_slice`.
         """
-        with self._lock:
-            state = {name: tensor.clone() for name, tensor in self._states.get(bucket, {}).items()}
-            if bucket in self._owner:
-                state["owner_residual"] = self._owner[bucket].clone()
-        return state
+        return self._states.copy(bucket)
 
     def load_state(self, bucket: int, state: State) -> None:
         """Replace the feedback state of a bucket by a copy of `state`, as `state()` returned it. {} starts afresh.
@@ -451,22 +409,7 @@ class AllReduce:
         Raises:
             RuntimeError: an exchange of the bucket is in flight.
         """
-        with self._lock:
-            pending = self._latest.get(bucket)
-            if pending is not None and not pending.settled:
-                raise RuntimeError(f"bucket {bucket} has an exchange in flight; wait for it before load_state")
-            copies = {name: tensor.detach().clone() for name, tensor in state.items()}
-            self._forget(bucket)
-            if "owner_residual" in copies:
-                self._owner[bucket] = copies.pop("owner_residual")
-            if copies:
-                self._states[bucket] = copies
-                self._lengths[bucket] = next(iter(copies.values())).numel()
-
-    def _forget(self, bucket: int) -> None:
-        tables: tuple[dict[int, Any], ...] = (self._latest, self._states, self._owner, self._lengths)
-        for table in tables:
-            table.pop(bucket, None)
+        self._states.load(bucket, state)
 
 
 def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -36,6 +36,8 @@ class Exchange:
     receipt: Receipt
     check: int = 0
     describe: Callable[[], dict[str, object]] | None = None
+    optional: bool = False  # this rank only answers the others
+    hold: bool = False  # committed by Work.commit, not when it has ended
     previous: Exchange | None = None  # an earlier exchange of the same bucket, not finished when this one started
     base: State | None = None  # the feedback state this exchange builds on
     candidate: State | None = None  # what replaces it on success
@@ -45,8 +47,6 @@ class Exchange:
     flags: int = 0
     error: BaseException | None = None
     result: Tensor | None = None
-    optional: bool = False  # this rank only answers the others
-    hold: bool = False  # committed by Work.commit, not when it has ended
     settled: bool = False  # committed or failed; set under the owner's lock
     finished: threading.Event = field(default_factory=threading.Event)
     drive: Callable[[Exchange], None] | None = None
@@ -70,7 +70,7 @@ class Exchange:
             self.error = error
 
     def settle(self) -> None:
-        """Nothing builds on this exchange any more: drop what only that was for."""
+        """Committed or failed: drop what is not needed any more."""
         self.settled = True
         self.drive = self.describe = self.previous = None
         self.base = self.candidate = self.owner_base = self.owner_candidate = self.frames = None

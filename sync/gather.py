@@ -75,6 +75,7 @@ def encode(codec: Codec, feedback: Feedback | None, exchange: Exchange, body: Te
     """Encode the vector of an exchange into `body`; a rank with weight 0 sends zeros and keeps its state."""
     if exchange.weight == 0.0:
         body.zero_()
+        exchange.candidate = None if feedback is None else dict(initial_state(feedback, exchange))
         return
     key = {"step": exchange.round, "rank": exchange.rank, "bucket": exchange.bucket}
     if feedback is None:

@@ -30,8 +30,8 @@ from .peers import Peers
 
 __all__ = ["HELLO_BYTES", "Hello"]
 
+OPTIONAL = 0x1000  # this rank only answers the others: if all do, nothing is sent
 SKIPPED = 0x2000  # this message builds on one that was skipped
-OPTIONAL = 0x2000  # this rank has nothing to say of its own: if nobody has, nothing is sent
 UNABLE = 0x4000  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
 _LAYOUT = struct.Struct("<IHHIfQQQdIIQ")
@@ -119,12 +119,9 @@ def check_agreement(peers: Peers, hellos: Sequence[Hello], describe: Callable[[]
         describe: names and values behind the hashes; called, and gathered from all ranks, only on a mismatch.
     """
     # A rank that only answers the others (it has finished) may have other hyper-parameters by now.
-    voices = [hello for hello in hellos if not hello.flags & OPTIONAL] or list(hellos)
-    differing = [
-        f.name
-        for f in fields(Hello)
-        if f.name in _AGREED and len({getattr(h, f.name) for h in (voices if f.name == "check" else hellos)}) > 1
-    ]
+    voices = [hello for hello in hellos if not hello.flags & OPTIONAL]
+    compared = {f.name: voices if f.name == "check" else hellos for f in fields(Hello) if f.name in _AGREED}
+    differing = [name for name, ones in compared.items() if len({getattr(hello, name) for hello in ones}) > 1]
     if not differing:
         return
     if "magic" in differing:
@@ -151,7 +148,7 @@ def check_able(hellos: Sequence[Hello]) -> None:
             f"exchanged",
             aborted,
         )
-    if not any(hello.weight > 0 for hello in hellos):
+    if not any(hello.weight > 0 for hello in hellos) and not all(hello.flags & OPTIONAL for hello in hellos):
         raise SyncError("all ranks have weight 0, so there is nothing to average; give at least one a positive weight")
 
 

@@ -29,7 +29,7 @@ class Receipt:
     Attributes:
         round: the round number given to `start`.
         bucket: the bucket given to `start`.
-        algorithm: "dense", "all_gather" or "two_phase"; "none" when nothing was sent because every rank was optional.
+        algorithm: "dense", "all_gather" or "two_phase"; "none" when every rank was optional, so nothing was sent.
         elements: length of the vector.
         world_size: ranks in the process group, N.
         contributors: ranks whose weight was not zero.
@@ -42,8 +42,8 @@ class Receipt:
         decode_ms: decoding and summing, in the thread that drives the exchange.
         blocked_ms: time the caller spent inside `wait`.
         flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
-        failure: what went wrong and what was done about it, where the caller's policy let training go on.
         skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.
+        failure: what went wrong and what was done about it, where the caller's policy let training go on.
     """
 
     round: int
@@ -66,7 +66,11 @@ class Receipt:
 
     @classmethod
     def combined(cls, receipts: Sequence[Receipt]) -> Receipt:
-        """The account of exchanges that belong together: sums of bytes, elements and times, the last round."""
+        """The account of exchanges that belong together: sums of elements, bytes and times, the last round.
+
+        >>> Receipt.combined([Receipt(1, 0, "dense", 5, 2), Receipt(2, 1, "dense", 6, 2)]).elements
+        11
+        """
         first = receipts[0]
         if len(receipts) == 1:
             return first

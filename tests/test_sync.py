@@ -38,7 +38,7 @@ def _codec_rank(rank: int, world_size: int) -> dict[str, object]:
                     key = f"{algorithm} {type(codec).__name__} {n} {round}"
                     results[key] = (work.result, receipt)
                 results[f"{algorithm} {type(codec).__name__} {n} state"] = allreduce.state(bucket)
-                results[f"{algorithm} {type(codec).__name__} {n} slice"] = allreduce.owner_slice(bucket)
+                results[f"{algorithm} {type(codec).__name__} {n} slice"] = allreduce.owner_slice(n)
     return results
 
 

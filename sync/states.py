@@ -1,0 +1,178 @@
+"""Feedback state of all buckets of one AllReduce, and the rule that only successful exchanges change it.
+
+An exchange encodes against the newest state of its bucket: the committed one, or the candidate of an exchange that is
+still under way. Candidates become committed in the order of the exchanges; when one is dropped, those that build on it
+fail too.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor
+
+from ..compress import Feedback
+from .errors import Aborted
+from .exchange import Buffers, Exchange, State
+
+__all__ = ["States"]
+
+
+class States:
+    """Committed states, and the chain of exchanges under way for each bucket.
+
+    Args:
+        feedback: the rule that gives the states their meaning, or None: nothing is kept.
+        buffers: where tensors go that no state needs any more.
+    """
+
+    def __init__(self, feedback: Feedback | None, buffers: Buffers) -> None:
+        self._feedback, self._buffers = feedback, buffers
+        self._lock = threading.RLock()
+        self._committed: dict[int, State] = {}
+        self._owner: dict[int, Tensor] = {}
+        self._latest: dict[int, Exchange] = {}
+
+    def open(self, exchange: Exchange) -> None:
+        """Set what a new exchange builds on. Called in the order of the exchanges.
+
+        Raises:
+            ValueError: it would be committed before one that is held.
+        """
+        if self._feedback is None:
+            return
+        with self._lock:
+            pending = self._latest.get(exchange.bucket)
+            if pending is not None and not pending.settled:
+                if pending.hold and not exchange.hold:
+                    raise ValueError(
+                        f"bucket {exchange.bucket} has an exchange with hold=True that is not committed; commit or "
+                        f"discard it, or start this one with hold=True too"
+                    )
+                exchange.previous, exchange.base = pending, pending.candidate or pending.base
+            else:
+                exchange.base = self._committed.get(exchange.bucket)
+            self._latest[exchange.bucket] = exchange
+
+    def relink(self, exchange: Exchange) -> None:
+        """Bring in what earlier exchanges have added since this one was encoded. Called before it communicates.
+
+        What encoding did not replace (EF21's aggregate, or everything where this rank's weight is 0) is shared with the
+        state before it. A held exchange gets copies, or it could not be undone.
+        """
+        with self._lock:
+            newest = self._newest(exchange.previous, exchange.bucket)
+            exchange.owner_base = self._newest_owner(exchange)
+            if exchange.candidate is None or exchange.base is None:
+                return
+            for name, tensor in exchange.candidate.items():
+                if tensor is exchange.base.get(name):
+                    current = newest.get(name, tensor)
+                    exchange.candidate[name] = current.clone() if exchange.hold else current
+
+    def _newest(self, before: Exchange | None, bucket: int) -> State:
+        if before is not None and not before.settled and before.candidate is not None:
+            return before.candidate
+        return self._committed.get(bucket, {})
+
+    def _newest_owner(self, exchange: Exchange) -> Tensor | None:
+        before = exchange.previous
+        if before is not None and not before.settled and before.owner_candidate is not None:
+            return before.owner_candidate
+        return self._owner.get(exchange.bucket)
+
+    def conclude(self, exchange: Exchange) -> None:
+        """After the communication: complete the candidate and the result, and commit unless held or without result."""
+        if exchange.result is None or exchange.receipt.skipped:
+            exchange.hold = False
+            self.drop(exchange)
+            return
+        if exchange.candidate is not None and self._feedback is not None:
+            exchange.result = self._feedback.aggregate(exchange.result, exchange.candidate)
+        exchange.frames = None
+        if not exchange.hold:
+            self._commit(exchange)
+
+    def drop(self, exchange: Exchange) -> None:
+        """Forget the candidate of an exchange that failed or was skipped."""
+        with self._lock:
+            exchange.settle()
+
+    def commit(self, exchange: Exchange) -> None:
+        """Commit a held exchange that has ended well; does nothing if it was settled before.
+
+        Raises:
+            RuntimeError: an earlier held exchange of the bucket is neither committed nor discarded.
+        """
+        with self._lock:
+            if exchange.settled:
+                return
+            if exchange.previous is not None and not exchange.previous.settled:
+                raise RuntimeError(
+                    f"the exchange before this one of bucket {exchange.bucket} is not committed; commit in the order "
+                    f"of start"
+                )
+            self._commit(exchange)
+
+    def discard(self, exchange: Exchange) -> None:
+        """Undo a held exchange; those that build on it fail. Does nothing if it was settled before."""
+        with self._lock:
+            if not exchange.settled:
+                exchange.error = Aborted("this exchange was discarded by its caller")
+                exchange.settle()
+
+    def _commit(self, exchange: Exchange) -> None:
+        with self._lock:
+            if exchange.owner_candidate is not None:
+                self._buffers.give(self._owner.get(exchange.bucket))
+                self._owner[exchange.bucket] = exchange.owner_candidate
+            if exchange.candidate is not None:
+                old = self._committed.get(exchange.bucket) or exchange.base or {}
+                self._committed[exchange.bucket] = exchange.candidate
+                kept = {id(tensor) for tensor in (*exchange.candidate.values(), exchange.result)}
+                self._buffers.give(*(tensor for tensor in old.values() if id(tensor) not in kept))
+            exchange.settle()
+
+    def copy(self, bucket: int) -> State:
+        """Clones of the newest state: the committed one, or that of the last held exchange that has ended well."""
+        with self._lock:
+            last, best = self._latest.get(bucket), None
+            while last is not None and not last.settled:
+                if best is None and last.finished.is_set() and last.error is None:
+                    best = last
+                last = last.previous
+            state = dict(self._newest(best, bucket))
+            owner = self._owner.get(bucket)
+            if best is not None and best.owner_candidate is not None:
+                owner = best.owner_candidate
+            if owner is not None:
+                state["owner_residual"] = owner
+            return {name: tensor.clone() for name, tensor in state.items()}
+
+    def load(self, bucket: int, state: State) -> None:
+        """Replace a bucket's state by clones of `state`; {} starts afresh."""
+        with self._lock:
+            pending = self._latest.pop(bucket, None)
+            if pending is not None and not pending.settled:
+                self._latest[bucket] = pending
+                raise RuntimeError(
+                    f"bucket {bucket} has an exchange in flight; wait for it (and commit it) before load"
+                )
+            copies = {name: tensor.detach().clone() for name, tensor in state.items()}
+            owner = copies.pop("owner_residual", None)
+            self._committed.pop(bucket, None)
+            self._owner.pop(bucket, None)
+            if copies:
+                self._committed[bucket] = copies
+            if owner is not None:
+                self._owner[bucket] = owner
+
+    def snapshot(self) -> tuple[dict[int, State], dict[int, Tensor]]:
+        """Clones of all committed states, for copying and pickling."""
+        with self._lock:
+            states = {b: {k: v.clone() for k, v in state.items()} for b, state in self._committed.items()}
+            return states, {bucket: tensor.clone() for bucket, tensor in self._owner.items()}
+
+    def restore(self, snapshot: tuple[dict[int, State], dict[int, Tensor]]) -> None:
+        """Take over a snapshot."""
+        self._committed, self._owner = dict(snapshot[0]), dict(snapshot[1])

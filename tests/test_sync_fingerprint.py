@@ -1,0 +1,84 @@
+"""Fingerprints: known values, sensitivity, and the check over ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from lowcomm.sync import agree_on_tensors, fingerprint
+from lowcomm.sync.fingerprint import _MIX1, _MIX2, hash64
+from ranks import run_ranks
+
+MASK = 2**64 - 1
+
+
+def _mix(z: int) -> int:
+    z = ((z ^ (z >> 30)) * _MIX1) & MASK
+    z = ((z ^ (z >> 27)) * _MIX2) & MASK
+    return z ^ (z >> 31)
+
+
+def _by_definition(tensor: torch.Tensor) -> int:
+    data = bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+    data += b"\0" * (-len(data) % 8)
+    total = 0
+    for i in range(len(data) // 8):
+        total += _mix((int.from_bytes(data[8 * i : 8 * i + 8], "little") + (i + 1) * 0x9E3779B97F4A7C15) & MASK)
+    return _mix((total + _mix(hash64(f"{tensor.dtype} {tuple(tensor.shape)}"))) & MASK)
+
+
+def test_splitmix_known_answer() -> None:
+    assert _mix(0x9E3779B97F4A7C15) == 0xE220A8397B1DCDAF  # first output of splitmix64 with seed 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int16, torch.bool])
+def test_equals_the_definition(dtype: torch.dtype) -> None:
+    for n in (0, 1, 2, 3, 5, 8, 9, 31, 1000):
+        tensor = torch.arange(n).sub(3).to(dtype)
+        assert fingerprint(tensor) == _by_definition(tensor)
+    big = torch.randn(200_001).to(dtype)
+    assert fingerprint(big[1:]) == _by_definition(big[1:].clone())
+
+
+def test_every_bit_place_dtype_and_shape_counts() -> None:
+    x = torch.randn(50_003)
+    seen = {fingerprint(x), fingerprint(x.view(1, -1)), fingerprint(x.to(torch.float64)), fingerprint(x.flip(0))}
+    for place in (0, 1, 4095, 50_002):
+        for bit in (0, 22, 31):
+            y = x.clone()
+            y.view(torch.int32)[place] ^= -(2**31) if bit == 31 else 1 << bit
+            seen.add(fingerprint(y))
+    assert len(seen) == 16
+    a, b = torch.ones(3), torch.zeros(3)
+    assert len({fingerprint(t) for t in ([a, b], [b, a], [a], [b], [a, b, b], [])}) == 6
+    assert fingerprint(x[::2]) == fingerprint(x[::2].clone())
+
+
+def _agree_rank(rank: int, world_size: int) -> dict[str, object]:
+    same, own = torch.arange(4.0), torch.tensor([1.0, float(rank == 1)])
+    transposed = torch.full((2, 3), float(rank)).t()
+    named = [("same", same), ("own", own), ("transposed", transposed)]
+    results: dict[str, object] = {}
+    for label, tensors in {
+        "check": named,
+        "length": named[: 2 + (rank == 2)],
+        "layout": [("same", same.double() if rank == 2 else same)],
+    }.items():
+        try:
+            agree_on_tensors(tensors, init="check")
+        except ValueError as error:
+            results[label] = str(error)
+    results["differed"] = agree_on_tensors(named)
+    results["then"] = agree_on_tensors(named, init="check")
+    results["values"] = (own.clone(), transposed.clone())
+    return results
+
+
+def test_agreement_over_ranks() -> None:
+    for outcome in run_ranks(_agree_rank, 3):
+        assert "2 tensors differ" in outcome["check"]
+        assert "the first is 'own', where ranks [1] hold other values" in outcome["check"]
+        assert "rank 2 has 3 tensors but rank 0 has 2" in outcome["length"]
+        assert "rank 2 has ('same', (4,), 'torch.float64')" in outcome["layout"]
+        assert outcome["differed"] == ["own", "transposed"] and outcome["then"] == []
+        assert torch.equal(outcome["values"][0], torch.tensor([1.0, 0.0]))
+        assert torch.equal(outcome["values"][1], torch.zeros(3, 2))
