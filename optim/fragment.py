@@ -8,11 +8,13 @@ read and write main memory once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..compress import kernels
 from .outer import OuterRule
 
 __all__ = ["Fragment", "like_placement", "local_tensor"]
@@ -71,6 +73,7 @@ class Fragment:
         self._messages: list[Tensor] = []
         self._pieces: list[Piece] = []
         self._addresses: list[int] = []
+        self._rows: Tensor | None = None
 
     def pieces(self) -> list[Piece]:
         """The pieces, rebuilt if somebody has moved a tensor's storage since the last call."""
@@ -79,6 +82,7 @@ class Fragment:
         if addresses != self._addresses or not self._pieces:
             self._addresses = addresses
             self._pieces = [piece for index, tensor in enumerate(locals_) for piece in self._split(index, tensor)]
+            self._rows = self._table(self._pieces)
         return self._pieces
 
     def _split(self, index: int, tensor: Tensor) -> Iterator[Piece]:
@@ -90,6 +94,19 @@ class Fragment:
         for a in range(start, stop, PIECE):
             b = min(a + PIECE, stop)
             yield Piece(a, b, flat[a - start : b - start], group)
+
+    def _table(self, pieces: Sequence[Piece]) -> Tensor | None:
+        """(address, start, length) of every piece for the C++ kernels, or None where they do not apply."""
+        narrow = {torch.float32: 0, torch.bfloat16: 1}
+        if not all(
+            self.dtype == torch.float32
+            and piece.live.dtype in narrow
+            and piece.live.is_contiguous()
+            and self.home == piece.live.device == torch.device("cpu")
+            for piece in pieces
+        ):
+            return None
+        return torch.tensor([(p.live.data_ptr(), p.start, p.stop - p.start) for p in pieces], dtype=torch.int64)
 
     def take_message(self) -> Tensor:
         """An (n,) buffer for a message, contents undefined; buffers given back are used again."""
@@ -126,7 +143,12 @@ class Fragment:
     def pack_delta(self, out: Tensor) -> Tensor:
         """out <- anchor - live: the pseudo-gradient, in the anchor's dtype."""
         assert self.anchor is not None
-        for start, stop, live, _ in self.pieces():
+        pieces = self.pieces()
+        if self._rows is not None and kernels.runs_on_kernels(self.anchor, out):
+            arguments = self._rows.data_ptr(), len(pieces), self._live_code, self.anchor.data_ptr(), out.data_ptr()
+            kernels.kernel("lc_pack_delta", "plippi")(*arguments, kernels.threads())
+            return out
+        for start, stop, live, _ in pieces:
             anchor = self.anchor[start:stop].to(self.device).view(live.shape)
             torch.sub(anchor, live, out=out[start:stop].view(live.shape))
         return out
@@ -139,6 +161,8 @@ class Fragment:
     def apply(self, rule: OuterRule, delta: Tensor, groups: list[dict[str, Any]], alpha: float = 0.0) -> None:
         """Outer step from the averaged pseudo-gradient, then live <- alpha * live + (1 - alpha) * anchor."""
         flats = [self.anchor, *(self.buffers[name] for name in rule.buffers)]
+        if alpha == 0.0 and self._apply_sgd(rule, delta, groups):
+            return
         for start, stop, live, group in self.pieces():
             stored = [flat[start:stop] for flat in flats if flat is not None]
             anchor, *buffers = loaded = [part.to(self.device, non_blocking=True) for part in stored]
@@ -146,6 +170,26 @@ class Fragment:
             for part, value in zip(stored, loaded, strict=True) if self.home != self.device else ():
                 part.copy_(value)  # offloaded: the rule has worked on a copy
             merge_(live, anchor.view(live.shape), alpha)
+
+    def _apply_sgd(self, rule: OuterRule, delta: Tensor, groups: list[dict[str, Any]]) -> bool:
+        """The whole of `apply` in one pass, where rule and tensors allow; returns whether it was done."""
+        pieces = self.pieces()
+        settings = [rule.sgd_settings(group) for group in groups]
+        if self._rows is None or None in settings or not kernels.runs_on_kernels(delta):
+            return False
+        assert self.anchor is not None
+        flats = self.anchor.data_ptr(), self.buffers[rule.buffers[0]].data_ptr(), delta.data_ptr()
+        kernel, threads = kernels.kernel("lc_apply_sgd", "plipppffii"), kernels.threads()
+        for group, run in groupby(range(len(pieces)), key=lambda row: pieces[row].group):
+            rows = list(run)
+            lr, momentum, nesterov = settings[group]
+            address = self._rows[rows[0]].data_ptr()
+            kernel(address, len(rows), self._live_code, *flats, lr, momentum, nesterov, threads)
+        return True
+
+    @property
+    def _live_code(self) -> int:
+        return kernels.dtype_code(self._pieces[0].live.dtype)
 
     def view(self, flat: Tensor, index: int) -> Tensor:
         """The part of a flat buffer that belongs to tensor `index`, in the tensor's shape (a DTensor for a DTensor)."""

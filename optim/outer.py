@@ -62,6 +62,10 @@ class OuterRule:
         """
         raise NotImplementedError
 
+    def sgd_settings(self, group: dict[str, Any]) -> tuple[float, float, bool] | None:
+        """(lr, momentum, nesterov) when the rule is plain SGD on one buffer, which has a fused kernel; else None."""
+        return None
+
 
 class Average(OuterRule):
     """X <- X - D: the anchor becomes the mean of the workers' parameters."""
@@ -76,11 +80,9 @@ class Nesterov(OuterRule):
     buffers = ("outer_momentum_buffer",)
 
     def step_(self, anchor: Tensor, buffers: dict[str, Tensor], delta: Tensor, group: dict[str, Any]) -> None:
-        outer_step_(
-            anchor,
-            buffers["outer_momentum_buffer"],
-            delta,
-            lr=float(group["outer_lr"]),
-            momentum_decay=float(group["outer_momentum"]),
-            nesterov=bool(group["outer_nesterov"]),
-        )
+        lr, momentum_decay, nesterov = self.sgd_settings(group)
+        buffer = buffers["outer_momentum_buffer"]
+        outer_step_(anchor, buffer, delta, lr=lr, momentum_decay=momentum_decay, nesterov=nesterov)
+
+    def sgd_settings(self, group: dict[str, Any]) -> tuple[float, float, bool]:
+        return float(group["outer_lr"]), float(group["outer_momentum"]), bool(group["outer_nesterov"])
