@@ -20,6 +20,7 @@ from .feedback import (
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
+from .sketch import CountSketch, fetchsgd_step
 
 __all__ = [
     "DGC",
@@ -30,6 +31,7 @@ __all__ = [
     "HAS_NAN",
     "SATURATED",
     "Codec",
+    "CountSketch",
     "EControl",
     "EFDecay",
     "EMAFeedback",
@@ -42,6 +44,7 @@ __all__ = [
     "average_state",
     "econtrol_eta",
     "effective_rank",
+    "fetchsgd_step",
     "handover_state",
     "kernel_level",
     "load_bodies",

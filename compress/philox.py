@@ -10,7 +10,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["bucket_seed", "noise_stream", "permutation", "philox4x32", "rademacher", "random_words", "uniform"]
+__all__ = [
+    "bucket_seed",
+    "fmix32",
+    "noise_stream",
+    "permutation",
+    "philox4x32",
+    "rademacher",
+    "random_words",
+    "uniform",
+]
 
 SIGNS, INDICES, SKETCH = 0x4841444D, 0x52414E44, 0x43534B48  # streams of draws that all ranks share
 _WORD = 0xFFFFFFFF
@@ -93,11 +102,11 @@ def _feistel(values: Tensor, half: int, keys: list[int]) -> Tensor:
     mask = (1 << half) - 1
     left, right = values >> half, values & mask
     for key in keys:
-        left, right = right, left ^ (_fmix32((right * 0x9E3779B1 + key) & _WORD) & mask)
+        left, right = right, left ^ (fmix32((right * 0x9E3779B1 + key) & _WORD) & mask)
     return (left << half) | right
 
 
-def _fmix32(h: Tensor) -> Tensor:
+def fmix32(h: Tensor) -> Tensor:
     """The finaliser of MurmurHash3 on int64 words in [0, 2^32)."""
     h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _WORD
     h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _WORD
