@@ -28,6 +28,7 @@ from lowcomm.compress import (
     reset_state,
     save_tensors,
 )
+from ranks import run_ranks
 from reference_codecs import Dense, KeepLargest, RoundTo
 from torch import Tensor
 
@@ -414,3 +415,44 @@ def test_econtrol_eta() -> None:
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+SYNC_RULES = [EF14(), EFDecay(0.9), EMAFeedback(), EF21(), EF21SGDM(eta=0.5), EControl(eta=0.1), DGC(momentum=0.5)]
+
+
+def _exchange_with_every_rule(rank: int, world_size: int) -> Any:
+    from lowcomm.sync import AllReduce
+
+    outcome = []
+    for feedback in SYNC_RULES:
+        allreduce, results = AllReduce(None, KeepLargest(k=3), feedback), []
+        for step in range(4):
+            x = torch.randn(10, generator=torch.Generator().manual_seed(100 * step + rank))
+            weight = 0.0 if (step, rank) == (2, 1) else 1.0
+            work = allreduce.reduce(x, round=step, weight=weight)
+            work.wait()
+            results.append(work.result.clone())
+        outcome.append((results, allreduce.state(0)))
+    return outcome
+
+
+def test_every_rule_between_processes() -> None:
+    """Three ranks, one of them absent in one round, against the same in one process; all ranks get the same bits."""
+    outcomes = run_ranks(_exchange_with_every_rule, 3)
+    for index, feedback in enumerate(SYNC_RULES):
+        states = [feedback.init(10, CPU) for _ in range(3)]
+        for step in range(4):
+            mean, present = torch.zeros(10), [rank for rank in range(3) if (step, rank) != (2, 1)]
+            candidates = [dict(state) for state in states]
+            for rank in present:
+                x = torch.randn(10, generator=torch.Generator().manual_seed(100 * step + rank))
+                sent, candidates[rank], _ = send(feedback, KeepLargest(k=3), x, states[rank], step=step)
+                mean += sent
+            mean /= len(present)
+            results = [feedback.aggregate(mean.clone(), candidate) for candidate in candidates]
+            states = candidates
+            for rank in range(3):
+                assert torch.equal(outcomes[rank][index][0][step], results[rank]), (feedback, step, rank)
+                assert torch.equal(results[rank], results[0])
+        for rank in range(3):
+            assert all(torch.equal(outcomes[rank][index][1][name], states[rank][name]) for name in states[rank])

@@ -20,6 +20,7 @@ from lowcomm.compress import (
     orthonormalize,
 )
 from lowcomm.compress.powersgd import left_factor, reconstruct, right_factor
+from ranks import run_ranks
 from reference_codecs import RoundTo
 from torch import Tensor
 
@@ -191,13 +192,13 @@ def test_feedback_delivers_everything() -> None:
     x, feedback = gaussian(SIZE), EF14()
     state, total = feedback.init(SIZE, torch.device("cpu")), torch.zeros(SIZE)
     body = torch.empty(CODEC.nbytes(SIZE), dtype=torch.uint8)
-    for step in range(60):
+    for step in range(20):
         _, state = feedback.encode(CODEC, x.clone(), state, body, step=step)
         out = torch.empty(SIZE)
         CODEC.decode(body, out)
         total += out
         assert torch.allclose(total + state["residual"], x * (step + 1), atol=1e-3)
-    assert float((total / 60 - x).norm() / x.norm()) < 0.2
+    assert float((total / 20 - x).norm() / x.norm()) < 0.4
 
 
 def test_quantized_factors() -> None:
@@ -253,3 +254,34 @@ def test_wrong_use_is_refused(build: Any, message: str) -> None:
 def test_shapes_come_from_the_fragment() -> None:
     assert PowerSGD(rank=2).for_shapes(SHAPES) == CODEC
     assert CODEC.block > SIZE and not CODEC.requantizable and CODEC.delta(SIZE) is None
+
+
+def _average_in_two_sums(rank: int, world_size: int) -> tuple[Tensor, Tensor, int]:
+    from lowcomm.sync import AllReduce
+
+    dense, warm, residual = AllReduce(), None, torch.zeros(SIZE)
+    for step in range(3):
+        iteration = PowerIteration(CODEC, residual + gaussian(SIZE, seed=10 * step + rank), warm)
+        left, sent = iteration.left(), 0
+        for bucket, vector in ((0, left), (1, None)):
+            message = vector if vector is not None else iteration.right(left)
+            work = dense.reduce(message, bucket=bucket, round=step)
+            sent += work.wait().elements
+            left = work.result if bucket == 0 else left
+            right = work.result
+        update = iteration.finish(right)
+        residual, warm = iteration.residual(), iteration.warm
+    return update, residual, sent
+
+
+def test_two_sums_between_processes() -> None:
+    results = run_ranks(_average_in_two_sums, 2)
+    warm, residuals = None, [torch.zeros(SIZE), torch.zeros(SIZE)]
+    for step in range(3):
+        messages = [residuals[rank] + gaussian(SIZE, seed=10 * step + rank) for rank in range(2)]
+        update, residuals, warm = exchange(CODEC, messages, warm)
+    assert torch.equal(results[0][0], results[1][0])
+    for rank in range(2):
+        assert torch.allclose(results[rank][0], update, atol=1e-4)
+        assert torch.allclose(results[rank][1], residuals[rank], atol=1e-4)
+        assert 4 * results[rank][2] == CODEC.nbytes(SIZE)
