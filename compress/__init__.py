@@ -21,6 +21,7 @@ from .kernels import available_levels, kernel_level, set_kernel_level, use_kerne
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 from .sketch import CountSketch, fetchsgd_step
+from .topk import TopK
 
 __all__ = [
     "DGC",
@@ -40,6 +41,7 @@ __all__ = [
     "Mixed",
     "PowerIteration",
     "PowerSGD",
+    "TopK",
     "available_levels",
     "average_state",
     "econtrol_eta",
