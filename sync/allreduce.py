@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
 from .dense import Dense
+from .errors import Aborted, PeerFailure
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
 from .gather import AllGather
 from .groups import resolve_group
@@ -29,6 +30,7 @@ from .hello import (
     check_agreement,
     combined_flags,
     exchange_hellos,
+    exchange_votes,
     hash64,
     nonfinite_error,
 )
@@ -121,6 +123,8 @@ class AllReduce:
         nonfinite: what all ranks do when any rank offers NaN or infinity. "raise": NonFinite everywhere; "skip": the
             round is dropped, the result is zero and the receipt says `skipped`; "use": go on (a codec encodes such
             elements as 0).
+        confirm: end every exchange with one byte from each rank to each rank, so that an exchange that failed on any
+            rank fails on all. Costs one round trip.
 
     Raises:
         ValueError: an unknown option, or one that does not fit the others.
@@ -141,25 +145,53 @@ class AllReduce:
         reduce: str = "mean",
         second_codec: Codec | None = None,
         nonfinite: str = "raise",
+        confirm: bool = True,
     ) -> None:
         _check_option("algorithm", algorithm, _ALGORITHMS)
         _check_option("reduce", reduce, _REDUCTIONS)
         _check_option("nonfinite", nonfinite, _POLICIES)
-        self._group = resolve_group(process_group)
+        self._group: Any | None = resolve_group(process_group)
         self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
         self._second_codec = second_codec
-        self._algorithm_option, self._reduce, self._nonfinite = algorithm, reduce, nonfinite
-        self._connect()
-
-    def _connect(self) -> None:
-        """Everything that belongs to this process: never copied or pickled."""
+        self._algorithm_option, self._reduce, self._nonfinite, self._confirm = algorithm, reduce, nonfinite, confirm
         self._buffers = Buffers()
         self._states = States(self._feedback, self._buffers)
-        self._sequence = 0
+        self._join(self._group)
+
+    def connect(self, process_group: Any = None) -> None:
+        """Give an unpickled object its process group: pickles carry settings and feedback states, no connections.
+
+        Args:
+            process_group: as in the constructor.
+        """
+        self._join(resolve_group(process_group))
+
+    def _join(self, group: Any | None) -> None:
+        self._group, self._sequence = group, 0
         self._lane = None if self._group is None else lane_of(self._group)
         self._peers = Peers(self._group)
         self.rank, self.world_size = self._peers.rank, self._peers.world_size
         self._algorithm = self._choose()
+
+    def __getstate__(self) -> dict[str, Any]:
+        dropped = ("_buffers", "_states", "_group", "_lane", "_peers", "_algorithm", "_sequence", "rank", "world_size")
+        settings = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        return {**settings, "snapshot": self._states.snapshot()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        snapshot = state.pop("snapshot")
+        self.__dict__.update(state)
+        self._buffers = Buffers()
+        self._states = States(self._feedback, self._buffers)
+        self._states.restore(snapshot)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AllReduce:
+        """A copy on the same process group, with copies of the committed states; nothing of it is in flight."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(self.__getstate__())
+        twin._join(self._group)
+        return twin
 
     def _choose(self) -> Algorithm:
         codec, second = self._codec, self._second_codec
@@ -260,6 +292,8 @@ class AllReduce:
             self._peers = Peers(group)
 
     def _exchange(self, flat: Tensor, bucket: int, round: int, weight: float, optional: bool, hold: bool) -> Exchange:
+        if "_peers" not in self.__dict__:
+            raise RuntimeError("this object was unpickled and has no process group; call connect(process_group) first")
         self._check_arguments(flat, bucket, round, weight)
         receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
@@ -304,7 +338,7 @@ class AllReduce:
         sent, received, wire = peers.sent, peers.received, peers.wire_seconds
         try:
             hellos = self._agree(exchange, peers)
-            receipt.header_bytes = peers.sent - sent
+            receipt.header_bytes += peers.sent - sent
             if all(hello.flags & OPTIONAL for hello in hellos):
                 receipt.algorithm = "none"
             else:
@@ -346,8 +380,8 @@ class AllReduce:
         )
 
     def _settings(self, exchange: Exchange) -> dict[str, object]:
-        mine = {"dtype": str(exchange.flat.dtype), "reduce": self._reduce, "nonfinite": self._nonfinite}
-        return {**self._algorithm.settings(), **mine}
+        options = {"reduce": self._reduce, "nonfinite": self._nonfinite, "confirm": self._confirm}
+        return {**self._algorithm.settings(), "dtype": str(exchange.flat.dtype), **options}
 
     def _description(self, exchange: Exchange) -> dict[str, object]:
         named = {"bucket": exchange.bucket, "round": exchange.round, "vector length": exchange.elements}
@@ -363,10 +397,30 @@ class AllReduce:
             return
         shares = Shares.of([hello.weight for hello in hellos], self._reduce)
         lengths = [hello.frame_bytes for hello in hellos]
-        self._algorithm.communicate(exchange, peers, shares, lengths)
+        error: Exception | None = None
+        try:
+            self._algorithm.communicate(exchange, peers, shares, lengths)
+        except Exception as own:
+            error = own
+        self._vote(exchange, peers, error)
         # The sum of finite vectors may overflow: owners report that in the second phase.
         if receipt.flags & (HAS_NAN | HAS_INF):
             self._refuse(exchange, hellos)
+
+    def _vote(self, exchange: Exchange, peers: Peers, error: Exception | None) -> None:
+        """Raise if the exchange failed here or, where ranks confirm, anywhere."""
+        if isinstance(error, PeerFailure) or (error is not None and not self._confirm):
+            raise error  # the network is broken: the others notice by themselves
+        if not self._confirm:
+            return
+        before = peers.sent
+        votes = exchange_votes(peers, error is None)
+        exchange.receipt.header_bytes += peers.sent - before
+        if error is not None:
+            raise error
+        failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
+        if failed:
+            raise Aborted(f"ranks {failed} could not complete the exchange; it was undone on all ranks", failed)
 
     def _refuse(self, exchange: Exchange, hellos: list[Hello]) -> bool:
         """Apply the policy for non-finite values; True: the round is dropped."""

@@ -18,14 +18,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .errors import CorruptFrame
+from .errors import Aborted, CorruptFrame
 
-__all__ = ["ABSENT", "HEADER_BYTES", "MAGIC", "WEIGHTED", "FrameHeader", "frame_bytes", "parse_frame", "write_header"]
+__all__ = [
+    "ABSENT",
+    "FAILED",
+    "HEADER_BYTES",
+    "MAGIC",
+    "WEIGHTED",
+    "FrameHeader",
+    "frame_bytes",
+    "parse_frame",
+    "write_header",
+]
 
 MAGIC = 0x3150434C
 HEADER_BYTES = 16
 ABSENT = 4  # the rank takes no part in this round; its body is zeros
 WEIGHTED = 16
+FAILED = 0x4000  # the sender could not produce the body; it is zeros. Never stored, only sent
 _HEADER = struct.Struct("<IHHIf")
 
 
@@ -87,6 +98,7 @@ def parse_frame(frame: Tensor, body_bytes: int, *, codec: int, round: int, sende
 
     Raises:
         CorruptFrame: truncated, or magic, codec id or round are not those expected.
+        Aborted: the sender says that it failed.
     """
     if frame.numel() < HEADER_BYTES + body_bytes:
         raise CorruptFrame(
@@ -105,4 +117,6 @@ def parse_frame(frame: Tensor, body_bytes: int, *, codec: int, round: int, sende
         raise CorruptFrame(
             f"the frame of rank {sender} belongs to round {header.round} but this is round {round}", sender
         )
+    if header.flags & FAILED:
+        raise Aborted(f"rank {sender} could not complete its part of the exchange", [sender])
     return header, frame[HEADER_BYTES : HEADER_BYTES + body_bytes]

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..compress import Codec, Feedback
 from .exchange import Buffers, Exchange, Shares, Stopwatch, initial_state
 from .frames import ABSENT, HEADER_BYTES, frame_bytes, parse_frame, write_header
-from .peers import Peers
+from .peers import FIRST, Peers
 from .reduction import add_message, divide
 
 __all__ = ["AllGather"]
@@ -49,16 +49,16 @@ class AllGather:
         assert exchange.frames is not None
         n, device = exchange.elements, exchange.flat.device
         slots = [self._buffers.take(length, torch.uint8, device) for length in lengths]
-        arrival = peers.all_gather(exchange.frames, slots)
+        arrival = peers.all_gather(exchange.frames, slots, FIRST)
         total = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
         total.zero_()
         counts = torch.zeros_like(total) if self._reduce == "mean_contributors" else None
-        for rank, factor in enumerate(shares.factors):
-            frame = arrival.slot(rank)
-            with Stopwatch() as watch:
-                self._add(frame, rank, factor, exchange, total, counts)
-            exchange.receipt.decode_ms += watch.ms
-        arrival.finish()
+        with arrival:
+            for rank, factor in enumerate(shares.factors):
+                frame = arrival.slot(rank)
+                with Stopwatch() as watch:
+                    self._add(frame, rank, factor, exchange, total, counts)
+                exchange.receipt.decode_ms += watch.ms
         exchange.result = divide(total, counts, shares.divisor)
         self._buffers.give(exchange.frames, *slots)
 

@@ -25,14 +25,14 @@ import torch
 
 from ..compress import HAS_INF, HAS_NAN
 from .errors import Aborted, Disagreement, NonFinite, SyncError
-from .frames import MAGIC
-from .peers import Peers
+from .frames import FAILED, MAGIC
+from .peers import HELLO, VOTE, Peers
 
 __all__ = ["HELLO_BYTES", "Hello"]
 
 OPTIONAL = 0x1000  # this rank only answers the others: if all do, nothing is sent
 SKIPPED = 0x2000  # this message builds on one that was skipped
-UNABLE = 0x4000  # this rank raised an error of its own while preparing
+UNABLE = FAILED  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
 _LAYOUT = struct.Struct("<IHHIfQQQdIIQ")
 HELLO_BYTES = _LAYOUT.size
@@ -95,8 +95,17 @@ def exchange_hellos(peers: Peers, mine: Hello) -> list[Hello]:
         return [mine]
     message = torch.frombuffer(bytearray(mine.pack()), dtype=torch.uint8).to(peers.device)
     table = torch.empty(peers.world_size, HELLO_BYTES, dtype=torch.uint8, device=peers.device)
-    messages = peers.all_gather(message, list(table)).finish()
+    messages = peers.all_gather(message, list(table), HELLO).finish()
     return [Hello.unpack(bytes(received.tolist())) for received in messages]
+
+
+def exchange_votes(peers: Peers, succeeded: bool) -> list[bool]:
+    """Whether each rank has come to the end of the exchange; 1 byte from each rank to each rank."""
+    if peers.world_size == 1:
+        return [succeeded]
+    vote = torch.tensor([int(succeeded)], dtype=torch.uint8, device=peers.device)
+    table = torch.empty(peers.world_size, 1, dtype=torch.uint8, device=peers.device)
+    return [bool(slot.item()) for slot in peers.all_gather(vote, list(table), VOTE).finish()]
 
 
 # What must agree, and what to call it in the message. `frame_bytes` and `weight` may differ.

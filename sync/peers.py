@@ -19,7 +19,8 @@ from torch import Tensor
 from .errors import PeerFailure, PeerTimeout
 
 T = TypeVar("T")
-_TAG = 0x4C43  # of our point-to-point messages, so that they never match the user's
+_TAG = 0x4C430000  # of our point-to-point messages, so that they never match the user's
+HELLO, FIRST, SECOND, VOTE = range(4)  # kinds of messages: one left over by a failure is never taken for another kind
 
 
 class Peers:
@@ -41,26 +42,27 @@ class Peers:
         self.sent = self.received = 0
         self.wire_seconds = 0.0
 
-    def all_gather(self, mine: Tensor, slots: Sequence[Tensor]) -> Arrival:
+    def all_gather(self, mine: Tensor, slots: Sequence[Tensor], kind: int) -> Arrival:
         """Send `mine` to every rank; slots[r] receives rank r's. The own slot is not used.
 
         Args:
             mine: uint8.
             slots: one uint8 tensor for each rank, as long as that rank's message.
+            kind: HELLO, FIRST, SECOND or VOTE.
         """
         if self.point_to_point or self.world_size == 1:
-            return Arrival(self, [mine] * self.world_size, slots)
+            return Arrival(self, [mine] * self.world_size, slots, kind)
         return self._all_gather_collective(mine, slots)
 
-    def all_to_all(self, outgoing: Sequence[Tensor], slots: Sequence[Tensor]) -> Arrival:
+    def all_to_all(self, outgoing: Sequence[Tensor], slots: Sequence[Tensor], kind: int) -> Arrival:
         """Send outgoing[r] to rank r; slots[r] receives what rank r has for this rank. All of one length."""
         if self.point_to_point or self.world_size == 1:
-            return Arrival(self, outgoing, slots)
+            return Arrival(self, outgoing, slots, kind)
         received = torch.empty(slots[0].numel() * self.world_size, dtype=torch.uint8, device=slots[0].device)
         sent = torch.cat(list(outgoing))
         self._call(lambda: dist.all_to_all_single(received, sent, group=self.group))
         self._count(sent.numel() // self.world_size * (self.world_size - 1))
-        return Arrival(self, outgoing, list(received.chunk(self.world_size)), ready=True)
+        return Arrival(self, outgoing, list(received.chunk(self.world_size)))
 
     def _all_gather_collective(self, mine: Tensor, slots: Sequence[Tensor]) -> Arrival:
         longest = max(slot.numel() for slot in slots)
@@ -69,7 +71,7 @@ class Peers:
         self._call(lambda: _all_gather(received, padded, self.group))
         self._count(longest * (self.world_size - 1))
         parts = [part[: slot.numel()] for part, slot in zip(received.view(-1, longest), slots, strict=True)]
-        return Arrival(self, [mine] * self.world_size, parts, ready=True)
+        return Arrival(self, [mine] * self.world_size, parts)
 
     def all_reduce(self, x: Tensor) -> None:
         """Sum `x` over the ranks in place. Counted as a ring: 2 (N - 1) / N of its bytes in each direction."""
@@ -86,11 +88,15 @@ class Peers:
         self._call(lambda: dist.all_gather_object(values, value, group=self.group))
         return values
 
-    def irecv(self, slot: Tensor, rank: int) -> Any:
-        return dist.irecv(slot, self._global[rank], group=self.group, tag=_TAG)
+    def irecv(self, slot: Tensor, rank: int, kind: int) -> Any:
+        """Begin to receive; counted."""
+        self.received += slot.numel()
+        return dist.irecv(slot, self._global[rank], group=self.group, tag=_TAG + kind)
 
-    def isend(self, message: Tensor, rank: int) -> Any:
-        return dist.isend(message, self._global[rank], group=self.group, tag=_TAG)
+    def isend(self, message: Tensor, rank: int, kind: int) -> Any:
+        """Begin to send; counted."""
+        self.sent += message.numel()
+        return dist.isend(message, self._global[rank], group=self.group, tag=_TAG + kind)
 
     def _count(self, num_bytes: int) -> None:
         self.sent += num_bytes
@@ -107,33 +113,37 @@ class Peers:
 
 
 class Arrival:
-    """Messages on their way from every peer. `slot(r)` waits for rank r's; `finish` for all, ours included."""
+    """Messages on their way from every peer. `slot(r)` waits for rank r's; `finish` for all, ours included.
 
-    def __init__(self, peers: Peers, outgoing: Sequence[Tensor], slots: Sequence[Tensor], ready: bool = False) -> None:
+    Args:
+        kind: of the point-to-point messages to post; None: a collective has brought everything already.
+    """
+
+    def __init__(
+        self, peers: Peers, outgoing: Sequence[Tensor], slots: Sequence[Tensor], kind: int | None = None
+    ) -> None:
         self._peers = peers
         self._slots = list(slots)
         self._slots[peers.rank] = outgoing[peers.rank]
         self._receiving: dict[int, Any] = {}
         self._sending: dict[int, Any] = {}
         self._failed: dict[int, RuntimeError] = {}
-        if not ready and peers.world_size > 1:
-            self._post(outgoing)
+        if kind is not None and peers.world_size > 1:
+            self._post(outgoing, kind)
 
-    def _post(self, outgoing: Sequence[Tensor]) -> None:
+    def _post(self, outgoing: Sequence[Tensor], kind: int) -> None:
         # Nearest neighbour first, so that not everybody floods rank 0 at once.
         world_size, rank = self._peers.world_size, self._peers.rank
         for step in range(1, world_size):
             source, target = (rank - step) % world_size, (rank + step) % world_size
-            self._try(source, partial(self._receive, source))
-            self._try(target, partial(self._send, outgoing[target], target))
+            self._try(source, partial(self._receive, source, kind))
+            self._try(target, partial(self._send, outgoing[target], target, kind))
 
-    def _receive(self, rank: int) -> None:
-        self._receiving[rank] = self._peers.irecv(self._slots[rank], rank)
-        self._peers.received += self._slots[rank].numel()
+    def _receive(self, rank: int, kind: int) -> None:
+        self._receiving[rank] = self._peers.irecv(self._slots[rank], rank, kind)
 
-    def _send(self, message: Tensor, rank: int) -> None:
-        self._sending[rank] = self._peers.isend(message, rank)
-        self._peers.sent += message.numel()
+    def _send(self, message: Tensor, rank: int, kind: int) -> None:
+        self._sending[rank] = self._peers.isend(message, rank, kind)
 
     def _try(self, rank: int, operation: Callable[[], Any]) -> None:
         start = time.perf_counter()
@@ -156,6 +166,14 @@ class Arrival:
         if rank in self._failed:
             self.finish()
         return self._slots[rank]
+
+    def __enter__(self) -> Arrival:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing in flight, whatever happened inside the block: messages of a later exchange would match it."""
+        if self._receiving or self._sending:
+            self.finish()
 
     def finish(self) -> list[Tensor]:
         """Wait for everything, then return all messages; one error names all ranks that failed."""

@@ -36,10 +36,10 @@ class Receipt:
         weight_total: sum of all weights.
         bytes_sent: all bytes this rank sent, agreement messages and frame headers included.
         bytes_received: all bytes this rank received.
-        header_bytes: of those, the agreement messages (the same number in each direction).
+        header_bytes: of those, the agreement messages before and after (the same number in each direction).
         encode_ms: feedback and encoding, in the thread that called `start`.
         wire_ms: waiting for the network, in the thread that drives the exchange.
-        decode_ms: decoding and summing, in the thread that drives the exchange.
+        decode_ms: decoding, summing and encoding the sum, in the thread that drives the exchange.
         blocked_ms: time the caller spent inside `wait`.
         flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
         skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.

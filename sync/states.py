@@ -49,7 +49,8 @@ class States:
                         f"bucket {exchange.bucket} has an exchange with hold=True that is not committed; commit or "
                         f"discard it, or start this one with hold=True too"
                     )
-                exchange.previous, exchange.base = pending, pending.candidate or pending.base
+                # A copy: relink changes the candidate's entries, and compares with what this exchange was encoded on.
+                exchange.previous, exchange.base = pending, dict(pending.candidate or pending.base or {}) or None
             else:
                 exchange.base = self._committed.get(exchange.bucket)
             self._latest[exchange.bucket] = exchange

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from ..compress import EF14, Codec, Feedback
-from .errors import CorruptFrame
+from .errors import CorruptFrame, PeerFailure
 from .exchange import Buffers, Exchange, Shares, Stopwatch
-from .frames import ABSENT, HEADER_BYTES, FrameHeader, parse_frame, write_header
+from .frames import ABSENT, FAILED, HEADER_BYTES, FrameHeader, parse_frame, write_header
 from .gather import encode
-from .peers import Arrival, Peers
+from .peers import FIRST, SECOND, Arrival, Peers
 from .reduction import add_message, divide
 from .slices import Partition, SlicedCodec, common_block, slice_bucket
 
@@ -66,13 +66,37 @@ class TwoPhase:
 
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         assert exchange.frames is not None
-        outgoing = self._slots(exchange.frames)
         incoming = self._buffers.take(exchange.frames.numel(), torch.uint8, exchange.frames.device)
-        arrival = peers.all_to_all(outgoing, self._slots(incoming))
-        total = self._reduce_own_slice(exchange, arrival, shares, peers.rank)
-        arrival.finish()
-        gathered, slot = self._encode_own_slice(exchange, total, peers.rank)
-        second = peers.all_gather(slot, self._slots(gathered))
+        arrival = peers.all_to_all(self._slots(exchange.frames), self._slots(incoming), FIRST)
+        gathered, error = self._own_slice(exchange, arrival, shares, peers.rank)
+        second = peers.all_gather(self._slots(gathered)[peers.rank], self._slots(gathered), SECOND)
+        with second:
+            if error is not None:
+                raise error
+            exchange.result = self._decode(exchange, second)
+        self._buffers.give(exchange.frames, incoming, gathered)
+
+    def _own_slice(
+        self, exchange: Exchange, arrival: Arrival, shares: Shares, owner: int
+    ) -> tuple[Tensor, Exception | None]:
+        """(buffer for all phase-2 frames with this owner's frame in it, what went wrong)"""
+        length = self._world_size * self.partition(exchange.elements).slot_bytes(self._second)
+        gathered = self._buffers.take(length, torch.uint8, exchange.flat.device)
+        slot = self._slots(gathered)[owner]
+        try:
+            with arrival:
+                total = self._reduce_own_slice(exchange, arrival, shares, owner)
+            self._encode_own_slice(exchange, total, slot, owner)
+        except PeerFailure:
+            raise
+        except Exception as error:
+            # The others wait for this slice: tell them.
+            slot.zero_()
+            write_header(slot, FrameHeader(self._second.id, FAILED, exchange.round))
+            return gathered, error
+        return gathered, None
+
+    def _decode(self, exchange: Exchange, second: Arrival) -> Tensor:
         n, device = exchange.elements, exchange.flat.device
         result = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
         for rank in range(self._world_size):
@@ -80,9 +104,7 @@ class TwoPhase:
             with Stopwatch() as watch:
                 self._decode_slice(exchange, frame, rank, result)
             exchange.receipt.decode_ms += watch.ms
-        second.finish()
-        exchange.result = result
-        self._buffers.give(exchange.frames, incoming, gathered)
+        return result
 
     def _slots(self, frames: Tensor) -> list[Tensor]:
         return list(frames.view(self._world_size, -1))
@@ -101,18 +123,13 @@ class TwoPhase:
             exchange.receipt.decode_ms += watch.ms
         return divide(total, counts, shares.divisor)
 
-    def _encode_own_slice(self, exchange: Exchange, total: Tensor, owner: int) -> tuple[Tensor, Tensor]:
-        """(buffer for all phase-2 frames, this owner's frame in it)"""
-        partition = self.partition(exchange.elements)
-        gathered = self._buffers.take(
-            self._world_size * partition.slot_bytes(self._second), torch.uint8, exchange.flat.device
-        )
-        slot = self._slots(gathered)[owner]
+    def _encode_own_slice(self, exchange: Exchange, total: Tensor, slot: Tensor, owner: int) -> None:
         length = self._second.nbytes(total.numel())
         slot[HEADER_BYTES + length :].zero_()
-        flags = self._encode_total(exchange, total, slot[HEADER_BYTES : HEADER_BYTES + length], owner)
+        with Stopwatch() as watch:
+            flags = self._encode_total(exchange, total, slot[HEADER_BYTES : HEADER_BYTES + length], owner)
+        exchange.receipt.decode_ms += watch.ms
         write_header(slot, FrameHeader(self._second.id, flags, exchange.round))
-        return gathered, slot
 
     def _encode_total(self, exchange: Exchange, total: Tensor, body: Tensor, owner: int) -> int:
         # Another stream than the owner's phase 1, or both roundings of its slice would use the same noise.
