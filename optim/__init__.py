@@ -4,5 +4,6 @@ from .diloco import DiLoCo
 from .engine import LowCommOptimizer
 from .local_sgd import LocalSGD
 from .schedules import Every, Schedule
+from .streaming import StreamingDiLoCo
 
-__all__ = ["DiLoCo", "Every", "LocalSGD", "LowCommOptimizer", "Schedule"]
+__all__ = ["DiLoCo", "Every", "LocalSGD", "LowCommOptimizer", "Schedule", "StreamingDiLoCo"]

@@ -80,8 +80,9 @@ class InFlight:
     """An exchange that has been sent and not yet applied."""
 
     fragment: Fragment
-    due: int
+    due: int  # step at which it is applied
     work: Work | Arrived
+    own: Tensor | None = None  # this worker's message as others decode it, for methods that need it
 
 
 @dataclass
@@ -135,6 +136,7 @@ class LowCommOptimizer(Optimizer):
     _ready: bool  # flat buffers exist and `self.state` shows them
     _counting: bool  # the present step() is a real one
     _steps: int  # completed inner steps; equals "local_step" of every group
+    _keeps_own: ClassVar[bool] = False  # InFlight.own is wanted, and kept in checkpoints
     _next_event: int  # step at which something is to be sent or applied
 
     def __init__(
@@ -317,15 +319,19 @@ class LowCommOptimizer(Optimizer):
         self._finish([exchange for exchange in self._in_flight if exchange.due <= t])
         self._wake_at_next_event()
 
-    def _send(self, fragments: list[Fragment], step: int, optional: bool = False) -> None:
+    def _send(self, fragments: list[Fragment], step: int, optional: bool = False) -> list[InFlight]:
         """Start the exchange of `fragments`, to be applied after their delay."""
+        sent = []
         for fragment in fragments:
-            work = self._reducer.start(
-                self._message(fragment), bucket=fragment.bucket, optional=optional, **self._labels(self._next_round())
-            )
+            message, labels = self._message(fragment), self._labels(self._next_round())
+            keep = self._keeps_own
+            work = self._reducer.start(message, bucket=fragment.bucket, optional=optional, keep_own=keep, **labels)
             fragment.last_send = step
-            self._in_flight.append(InFlight(fragment, step + self._delay(fragment), work))
+            own = work.own if keep else None
+            sent.append(InFlight(fragment, step + self._delay(fragment), work, own))
+        self._in_flight += sent
         self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
+        return sent
 
     def _message(self, fragment: Fragment) -> Tensor:
         """What this worker says about a fragment: its pseudo-gradient, or its values where there is no anchor."""
@@ -343,32 +349,35 @@ class LowCommOptimizer(Optimizer):
 
     def _finish(self, due: list[InFlight]) -> bool:
         """Wait for exchanges and for what travels with them, then apply all; on a failure apply none."""
-        if not due:
-            return False
         self._in_flight = [exchange for exchange in self._in_flight if exchange not in due]
         works: list[Work | Arrived] = [exchange.work for exchange in due]
-        others: list[tuple[Fragment, Work]] = []
         try:
             receipts = [work.wait() for work in works]
-            if self._is_full_sync(due) and any(receipt.algorithm != "none" for receipt in receipts):
-                others = self._send_others()
-                receipts += [work.wait() for _, work in others]
+            others = self._send_others(*self._others_due(due, receipts))
+            receipts += [work.wait() for _, work in others]
         except SyncError as error:
             for work in works:
                 work.discard()
             return self._failed(due, error)
         for work in works:
             work.commit()
-        self._record(receipts)
         for exchange in due:
-            self._apply(exchange)
+            if exchange.work.wait().algorithm != "none":  # an outer step with nothing would move by momentum alone
+                self._apply(exchange)
         for fragment, work in others:
             fragment.write(work.result)
-        return True
+        if receipts:
+            self._record(receipts)
+        return bool(receipts)
 
-    def _is_full_sync(self, due: list[InFlight]) -> bool:
-        """Whether optimizer state and module buffers travel with these exchanges: when every fragment is among them."""
-        return len({exchange.fragment.bucket for exchange in due}) == len(self._fragments)
+    def _others_due(self, due: list[InFlight], receipts: list[Receipt]) -> tuple[Sequence[str], bool]:
+        """(names of optimizer state to average now, whether module buffers are averaged now).
+
+        Here both when every fragment has been exchanged.
+        """
+        full = len({exchange.fragment.bucket for exchange in due}) == len(self._fragments)
+        full = full and any(receipt.algorithm != "none" for receipt in receipts)
+        return (self._average_state, True) if full else ((), False)
 
     def _apply(self, exchange: InFlight) -> None:
         if (
@@ -451,14 +460,15 @@ class LowCommOptimizer(Optimizer):
 
     # ---- optimizer state and module buffers ----------------------------------------------------------------------
 
-    def _send_others(self) -> list[tuple[Fragment, Work]]:
+    def _send_others(self, names: Sequence[str], buffers: bool) -> list[tuple[Fragment, Work]]:
         """Start averaging what travels with the parameters: named optimizer state, module buffers."""
-        floating, other = self._buffers
+        floating, other = self._buffers if buffers else ([], [])
         weight = self._weight()
         parts = [(_BUFFER_BUCKET + i, part, weight) for i, part in enumerate(self._fragments_of(floating))]
         first_only = float(self._dense.rank == 0)  # counters cannot be averaged: everybody gets those of rank 0
         parts += [(_COUNTER_BUCKET + i, part, first_only) for i, part in enumerate(self._fragments_of(other))]
-        for k, name in enumerate(self._average_state):
+        for name in names:
+            k = self._average_state.index(name)
             states = self._fragments_of(self._named_state(name))
             parts += [(_STATE_BUCKET + 256 * k + i, part, weight) for i, part in enumerate(states)]
         sent = []
@@ -528,8 +538,7 @@ class LowCommOptimizer(Optimizer):
         self._finish([exchange for exchange in self._in_flight if exchange.due < step])
         fragments = self._due_fragments(step)
         sends = {fragment.bucket: fragment.last_send for fragment in fragments}
-        self._send(fragments, step, optional=True)
-        answers = [exchange for exchange in self._in_flight if exchange.fragment.bucket in sends]
+        answers = self._send(fragments, step, optional=True)
         if answers[-1].work.wait().algorithm == "none":
             self._in_flight = [exchange for exchange in self._in_flight if exchange not in answers]
             for exchange in answers:
@@ -665,6 +674,7 @@ class LowCommOptimizer(Optimizer):
         """
         blank = torch.zeros((), dtype=fragment.dtype, device=fragment.device)
         names = [f"in_flight_{k}" for k in range(self._slots())]
+        names += [f"own_{k}" for k in range(self._slots()) if self._keeps_own]
         names += list(self._reducer.state_names())
         for index, p in enumerate(fragment.tensors):
             entry: dict[str, Any] = {"inner": self._inner_state(p)}
@@ -680,7 +690,10 @@ class LowCommOptimizer(Optimizer):
             arriving = [exchange for exchange in self._in_flight if exchange.fragment is fragment]
             for k, exchange in enumerate(arriving):
                 exchange.work.wait()
+                exchange.work.commit()
                 transient[f"in_flight_{k}"] = exchange.work.result
+                if exchange.own is not None:
+                    transient[f"own_{k}"] = exchange.own
             for index, p in enumerate(fragment.tensors):
                 filled[p]["inner"] = self._inner_state(p)
                 for name, flat in transient.items():
@@ -745,9 +758,12 @@ class LowCommOptimizer(Optimizer):
             fragment = self._fragments[bucket]
             result = fragment.take_message()
             self._gather(fragment, saved, f"in_flight_{slots[bucket]}", result)
+            own = torch.zeros_like(result) if self._keeps_own else None
+            if own is not None:
+                self._gather(fragment, saved, f"own_{slots[bucket]}", own)
             slots[bucket] += 1
             receipt = Receipt(self._round, bucket, "restored", fragment.numel, self._reducer.world_size)
-            self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt)))
+            self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt), own))
 
     def _refresh_layout(self) -> None:
         """Lay out again if parameters were frozen or unfrozen since."""

@@ -92,6 +92,13 @@ class Work:
         self._states.discard(self._exchange)
 
     @property
+    def own(self) -> Tensor:
+        """This rank's own message as all ranks decode it, (n,); for exchanges started with keep_own=True."""
+        if self._exchange.own is None:
+            raise RuntimeError("own is there only for exchanges started with keep_own=True")
+        return self._exchange.own
+
+    @property
     def result(self) -> Tensor:
         """The reduced vector, (n,), in memory that now belongs to the caller.
 
@@ -226,6 +233,7 @@ class AllReduce:
         describe: Callable[[], dict[str, object]] | None = None,
         optional: bool = False,
         hold: bool = False,
+        keep_own: bool = False,
     ) -> Work:
         """Begin to reduce `flat` and return at once. All ranks start the same exchanges in the same order.
 
@@ -243,6 +251,7 @@ class AllReduce:
                 nothing is sent, the receipt's algorithm is "none" and there is no result.
             hold: leave the committed feedback state as it is until `Work.commit`, so that several exchanges can succeed
                 or fail together.
+            keep_own: keep this rank's own message as the others decode it, in `Work.own`.
 
         Raises:
             ValueError: an argument that no rank could use.
@@ -250,6 +259,8 @@ class AllReduce:
         exchange = self._exchange(flat, bucket, round, weight, optional, hold)
         exchange.check, exchange.describe = check & (2**64 - 1), describe
         self._prepare(exchange)
+        if keep_own and exchange.error is None:
+            exchange.own = self._algorithm.own(exchange)
         if self._lane is None:
             exchange.run()
             exchange.publish()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from .exchange import Exchange, Shares, finite_flags
 from .peers import Peers
@@ -32,6 +33,9 @@ class Dense:
 
     def prepare(self, exchange: Exchange) -> None:
         exchange.flags = finite_flags(exchange.flat) if exchange.weight > 0 else 0
+
+    def own(self, exchange: Exchange) -> Tensor:
+        return exchange.flat.clone()
 
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         x, factor = exchange.flat, shares.factors[peers.rank]

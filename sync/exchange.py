@@ -47,6 +47,7 @@ class Exchange:
     flags: int = 0
     error: BaseException | None = None
     result: Tensor | None = None
+    own: Tensor | None = None  # this rank's message as the others decode it, where asked for
     settled: bool = False  # committed or failed; set under the owner's lock
     finished: threading.Event = field(default_factory=threading.Event)
     drive: Callable[[Exchange], None] | None = None
@@ -93,6 +94,9 @@ class Algorithm(Protocol):
 
     def prepare(self, exchange: Exchange) -> None:
         """Encode `exchange.flat`; set `frames`, `flags` and `candidate`."""
+
+    def own(self, exchange: Exchange) -> Tensor:
+        """This rank's prepared message, decoded; a new tensor."""
 
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         """Exchange and reduce; set `result`, `owner_candidate` and OR new flags into `receipt.flags`."""

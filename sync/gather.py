@@ -45,6 +45,13 @@ class AllGather:
         encode(self._codec, self._feedback, exchange, frames[HEADER_BYTES : HEADER_BYTES + length])
         write_header(frames, replace(exchange.header, codec=self._codec.id))
 
+    def own(self, exchange: Exchange) -> Tensor:
+        assert exchange.frames is not None
+        body = exchange.frames[HEADER_BYTES : HEADER_BYTES + self._codec.nbytes(exchange.elements)]
+        decoded = torch.empty(exchange.elements, device=exchange.flat.device)
+        self._codec.decode(body, decoded, step=exchange.round, rank=exchange.rank, bucket=exchange.bucket)
+        return decoded
+
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         assert exchange.frames is not None
         n, device = exchange.elements, exchange.flat.device

@@ -64,6 +64,14 @@ class TwoPhase:
         for slot in self._slots(frames):
             write_header(slot, replace(exchange.header, codec=self._first.id))
 
+    def own(self, exchange: Exchange) -> Tensor:
+        assert exchange.frames is not None
+        sliced = SlicedCodec(self._first, self.partition(exchange.elements))
+        decoded = torch.empty(exchange.elements, device=exchange.flat.device)
+        key = {"step": exchange.round, "rank": exchange.rank, "bucket": exchange.bucket}
+        sliced.decode(exchange.frames, decoded, **key)
+        return decoded
+
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         assert exchange.frames is not None
         incoming = self._buffers.take(exchange.frames.numel(), torch.uint8, exchange.frames.device)
