@@ -136,7 +136,7 @@ class LowCommOptimizer(Optimizer):
     _ready: bool  # flat buffers exist and `self.state` shows them
     _counting: bool  # the present step() is a real one
     _steps: int  # completed inner steps; equals "local_step" of every group
-    _keeps_own: ClassVar[bool] = False  # InFlight.own is wanted, and kept in checkpoints
+    _keeps_own: bool = False  # InFlight.own is wanted, and kept in checkpoints
     _next_event: int  # step at which something is to be sent or applied
 
     def __init__(
@@ -315,7 +315,7 @@ class LowCommOptimizer(Optimizer):
             self._end_warmup()
         if self.param_groups[0]["next_sync"] == t:
             self._refresh_layout()
-            self._send(self._due_fragments(t), t)
+            self._after_send(self._send(self._due_fragments(t), t), t)
         self._finish([exchange for exchange in self._in_flight if exchange.due <= t])
         self._wake_at_next_event()
 
@@ -332,6 +332,9 @@ class LowCommOptimizer(Optimizer):
         self._in_flight += sent
         self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
         return sent
+
+    def _after_send(self, sent: list[InFlight], step: int) -> None:
+        """What a method does once its messages are on the way."""
 
     def _message(self, fragment: Fragment) -> Tensor:
         """What this worker says about a fragment: its pseudo-gradient, or its values where there is no anchor."""
@@ -509,22 +512,29 @@ class LowCommOptimizer(Optimizer):
             partial = self._partial_deltas()
             if self._roll_call():
                 break
-        self._finish(self._in_flight)
+        self._settle_in_flight()
         self._exchange_partials(partial)
+
+    def _settle_in_flight(self) -> None:
+        """Apply everything in flight, in the order in which it was sent."""
+        self._finish(self._in_flight)
 
     def _partial_deltas(self) -> dict[int, Tensor]:
         """By bucket, what this worker has to offer for every fragment that has made progress since it was last sent.
 
         Formed from the anchor the progress started from, so before any mean in flight is applied.
         """
-        in_flight = {exchange.fragment.bucket for exchange in self._in_flight}
-        partial = {}
-        for fragment in self._fragments:
-            survives = self._merge(fragment) > 0.0
-            since = fragment.last_send + (0 if survives else self._delay(fragment))
-            if self._steps > max(since, self._warmup_steps) and (survives or fragment.bucket not in in_flight):
-                partial[fragment.bucket] = self._message(fragment)
-        return partial
+        return {f.bucket: self._message(f) for f in self._fragments if self._has_progress(f)}
+
+    def _has_progress(self, fragment: Fragment) -> bool:
+        """Whether steps made since the fragment was last sent are still in its parameters once all has been applied."""
+        if self._merge(fragment) > 0.0:
+            since = fragment.last_send
+        elif any(exchange.fragment is fragment for exchange in self._in_flight):
+            return False
+        else:
+            since = fragment.last_send + self._delay(fragment)
+        return self._steps > max(since, self._warmup_steps)
 
     def _roll_call(self) -> bool:
         """Take part in the next exchange without a further inner step; True once all workers have finished.
@@ -546,6 +556,7 @@ class LowCommOptimizer(Optimizer):
                 exchange.fragment.last_send = sends[exchange.fragment.bucket]
             return True
         self._steps = step
+        self._after_send(answers, step)
         self._finish([exchange for exchange in self._in_flight if exchange.due <= step])
         return False
 
@@ -574,7 +585,8 @@ class LowCommOptimizer(Optimizer):
         Raises:
             RuntimeError: the method keeps no anchor and workers have stepped apart since the last sync.
         """
-        apart = any(self._steps > max(fragment.last_send, self._warmup_steps) for fragment in self._fragments)
+        apart = self._ready and self._steps > self._warmup_steps
+        apart = apart and any(f.anchor is not None or self._steps > f.last_send for f in self._fragments)
         if apart and any(fragment.anchor is None for fragment in self._fragments):
             raise RuntimeError(
                 f"{type(self).__name__} without compress keeps no anchor: between syncs there are no global weights; "
@@ -698,7 +710,8 @@ class LowCommOptimizer(Optimizer):
                 filled[p]["inner"] = self._inner_state(p)
                 for name, flat in transient.items():
                     filled[p][name] = self._part(fragment, index, name, flat)
-        self._set_all("in_flight", [n for x in self._in_flight for n in (x.fragment.bucket, x.due)])
+        if self._fragments:  # otherwise this is a load, and the groups tell what was in flight
+            self._set_all("in_flight", [n for x in self._in_flight for n in (x.fragment.bucket, x.due)])
         return filled
 
     def _part(self, fragment: Fragment, index: int, name: str, flat: Tensor) -> Tensor:
