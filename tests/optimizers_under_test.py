@@ -1,0 +1,169 @@
+"""The optimizer classes that the conformance suite runs over, and the toy problem that its tests share.
+
+A new class joins by one line in `ENTRIES`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from lowcomm.optim import DiLoCo, LocalSGD, LowCommOptimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
+
+Inner = Callable[[Any], Optimizer]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One optimizer class as the suite builds it.
+
+    Attributes:
+        cls: the class.
+        options: constructor keywords with which it synchronises everything after every `period` steps.
+        period: steps between syncs of all parameters.
+        agrees: all workers hold the same parameters and outer state after such a sync; False where the method keeps
+            workers apart by design (they still agree after `flush`).
+        inner: the inner optimizer that tests use where it does not matter.
+        name: id in test names, when one class is listed twice.
+    """
+
+    cls: type[LowCommOptimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    period: int = 3
+    agrees: bool = True
+    inner: str = "adamw"
+    name: str = ""
+
+    @property
+    def id(self) -> str:
+        return self.name or self.cls.__name__
+
+    def __call__(self, inner: Any, **options: Any) -> LowCommOptimizer:
+        return self.cls(inner, **{**self.options, **options})
+
+
+ENTRIES = [
+    Entry(LocalSGD, {"sync_every": 3}),
+    Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, name="LocalAdam"),
+    Entry(DiLoCo, {"sync_every": 3}),
+    Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, period=4, name="DiLoCo-warmup"),
+]
+
+INNERS: dict[str, Inner] = {
+    "sgd": lambda params: SGD(params, lr=0.1),
+    "momentum": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "adamw": lambda params: AdamW(params, lr=0.01),
+    "adagrad": lambda params: Adagrad(params, lr=0.1),
+    "nadam": lambda params: NAdam(params, lr=0.01),
+}
+if hasattr(torch.optim, "Muon"):
+    INNERS["muon"] = lambda params: torch.optim.Muon(params, lr=0.02)
+
+
+def entry_named(name: str) -> Entry:
+    return next(entry for entry in ENTRIES if entry.id == name)
+
+
+def model_for(inner: str = "adamw", *, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    """Two small layers; without biases for Muon, which takes matrices only."""
+    torch.manual_seed(seed)
+    bias = inner != "muon"
+    return nn.Sequential(nn.Linear(5, 4, bias=bias), nn.Tanh(), nn.Linear(4, 3, bias=bias)).to(dtype)
+
+
+def build(entry: Entry, inner: str | None = None, *, seed: int = 0, dtype: torch.dtype = torch.float32, **options: Any):
+    """(model, optimizer) of an entry."""
+    inner = inner or entry.inner
+    model = model_for(inner, seed=seed, dtype=dtype)
+    return model, entry(INNERS[inner](model.parameters()), **options)
+
+
+def batch(step: int, rank: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Inputs and targets that every (step, rank) has of its own."""
+    generator = torch.Generator().manual_seed(1000 * rank + step)
+    x = torch.randn(6, 5, generator=generator)
+    return x.to(dtype), torch.randn(6, 3, generator=generator).to(dtype)
+
+
+def backward(model: nn.Module, step: int, rank: int = 0) -> Tensor:
+    """Set the gradients of this (step, rank) and return the loss."""
+    x, y = batch(step, rank, next(model.parameters()).dtype)
+    model.zero_grad()
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    return loss.detach()
+
+
+def train(
+    model: nn.Module,
+    optimizer: Optimizer,
+    steps: Iterable[int],
+    rank: int = 0,
+    after: Callable[[int], None] | None = None,
+) -> None:
+    """Train on the batches of `steps`; call `after(step)` after each."""
+    for step in steps:
+        backward(model, step, rank)
+        optimizer.step()
+        if after is not None:
+            after(step)
+
+
+def tensors_of(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of a nested dict, by dotted name."""
+    found: dict[str, Tensor] = {}
+    for name, value in state.items():
+        if isinstance(value, dict):
+            found.update(tensors_of(value, f"{prefix}{name}."))
+        elif isinstance(value, Tensor):
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+PRIVATE = ("inner", "residual", "owner_residual")  # entries of the state that every worker has of its own
+
+
+def shared_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
+    """Copies of everything that workers must agree on after a sync: parameters and outer state."""
+    record = {}
+    for name, p in model.named_parameters():
+        record[name] = p.detach().clone()
+        outer = {key: value for key, value in optimizer.state.get(p, {}).items() if key not in PRIVATE}
+        record.update({f"{name}:{key}": value.clone() for key, value in tensors_of(outer).items()})
+    return record
+
+
+def everything(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Copies of all parameters, buffers, optimizer state and group values: what a resumed run must reproduce."""
+    record: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
+    for name, p in model.named_parameters():
+        state = tensors_of(dict(optimizer.state.get(p, {})))
+        record.update({f"{name}:{key}": value.detach().clone() for key, value in state.items()})
+    for i, group in enumerate(optimizer.param_groups):
+        record.update({f"group{i}:{key}": value for key, value in group.items() if key != "params"})
+    return record
+
+
+def differences(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
+    """Names whose values differ in any bit, in dtype, or that only one side has."""
+    names = sorted({*ours, *theirs})
+    return [name for name in names if not (name in ours and name in theirs and equal(ours[name], theirs[name]))]
+
+
+def equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
+    return bool(type(a) is type(b) and a == b)
+
+
+def through_file(value: Any) -> Any:
+    """Save and load as a user does, with the loader that runs no code."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
