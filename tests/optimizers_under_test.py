@@ -57,7 +57,7 @@ ENTRIES = [
 INNERS: dict[str, Inner] = {
     "sgd": lambda params: SGD(params, lr=0.1),
     "momentum": lambda params: SGD(params, lr=0.05, momentum=0.9),
-    "adamw": lambda params: AdamW(params, lr=0.01),
+    "adamw": lambda params: AdamW(params, lr=0.01, eps=1e-4),
     "adagrad": lambda params: Adagrad(params, lr=0.1),
     "nadam": lambda params: NAdam(params, lr=0.01),
 }

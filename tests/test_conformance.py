@@ -80,8 +80,14 @@ def test_takes_what_torch_takes(entry: Entry) -> None:
     assert all(not differences(result, results[0]) for result in results)
     with pytest.raises(ValueError, match="empty parameter list"):
         entry(AdamW([], lr=0.01))
-    with pytest.raises(TypeError, match="ordered collections"):
-        entry(AdamW(set(model_for().parameters()), lr=0.01))  # type: ignore[arg-type]
+    for bad, error, message in (
+        (set(nn.Linear(2, 2).parameters()), TypeError, "ordered collections"),
+        (list(model.parameters()), ValueError, "more than one parameter group"),
+        ([torch.ones(2, requires_grad=True) * 2], ValueError, "non-leaf"),
+    ):
+        with pytest.raises(error, match=message):
+            optimizer.add_param_group({"params": bad})
+        assert len(optimizer.param_groups) == 1
 
 
 @each
