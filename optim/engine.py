@@ -18,7 +18,7 @@ import copy
 import hashlib
 import logging
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -214,8 +214,8 @@ class LowCommOptimizer(Optimizer):
         loss: float | None
         run_inner, closure, loss = self._before_inner(closure)
         if run_inner:
-            if len(self._inners) == 1:
-                loss = self._inners[0].step() if closure is None else self._inners[0].step(closure)
+            if closure is not None:
+                loss = self._inners[0].step(closure)
             else:
                 for optimizer in self._inners:
                     optimizer.step()
@@ -439,11 +439,10 @@ class LowCommOptimizer(Optimizer):
         scaled = getattr(self, "found_inf", None)  # under GradScaler infinities are ordinary; without it an error
         parameters = self._trainable()
         self._own_gradients = [p.grad for p in parameters]
+        present = [torch.full((1,), float(p.grad is not None), dtype=p.dtype, device=p.device) for p in parameters]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad.detach().clone() for p in parameters]
-        for p, grad in zip(parameters, gradients, strict=True):
-            p.grad = grad
         receipts = []
-        for index, fragment in enumerate(self._fragments_of(gradients)):
+        for index, fragment in enumerate(self._fragments_of([*gradients, *present])):
             message = fragment.pack_values(fragment.take_message())
             if skip:
                 message.fill_(math.nan)  # an infinity on one rank: everybody must see it and skip
@@ -452,6 +451,8 @@ class LowCommOptimizer(Optimizer):
             receipts.append(work.wait())
             skip = skip or not bool(torch.isfinite(work.result.sum()))
             fragment.write(work.result)
+        for p, grad, somewhere in zip(parameters, gradients, present, strict=True):
+            p.grad = grad if bool(somewhere) else None  # no worker uses it: weight decay must not touch it
         self.bytes_sent += sum(receipt.bytes_sent for receipt in receipts)
         return skip
 
@@ -484,8 +485,8 @@ class LowCommOptimizer(Optimizer):
         """State tensor `name` of every parameter; where this worker has none yet, zeros that are thrown away later."""
         parameters = self._trainable()
         states = [self._inner_state(p).get(name) for p in parameters]
-        if all(state is None for state in states):
-            known = sorted({key for p in parameters for key in self._inner_state(p)})
+        known = sorted({key for p in parameters for key in self._inner_state(p)})
+        if known and all(state is None for state in states):
             raise ValueError(f"average_state names {name!r}, but the inner optimizer keeps: {known}")
         return [torch.zeros_like(p) if s is None else s for p, s in zip(parameters, states, strict=True)]
 
@@ -850,8 +851,12 @@ class LowCommOptimizer(Optimizer):
         Raises:
             ValueError: the state is of another model, method or codec. Nothing has been loaded then.
         """
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
         self._check_loadable(state_dict)
-        super().load_state_dict(state_dict)
+        with _hooks_set_aside(self):
+            super().load_state_dict(state_dict)
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         parameters = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(ids, parameters, strict=True):
@@ -859,6 +864,8 @@ class LowCommOptimizer(Optimizer):
                 # torch has cast every tensor to the parameter's dtype
                 self.state[p] = _exact(state_dict["state"][i], self.state[p])
         self._relink()
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     def _check_loadable(self, state_dict: dict[str, Any]) -> None:
         saved, groups = state_dict["state"], state_dict["param_groups"]
@@ -913,9 +920,12 @@ class LowCommOptimizer(Optimizer):
         self._wake_at_next_event()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For pickle: everything but the process group, which cannot be pickled."""
-        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments", "_in_flight")
-        kept = {key: value for key, value in self.__dict__.items() if key not in dropped}
+        """For copies: everything but the process group, which cannot be pickled, and, as torch does, hooks.
+
+        A scheduler hooks into `step` by an attribute of the instance: copied, it would step the original.
+        """
+        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments", "_in_flight", "step", "_opt_called")
+        kept = {k: v for k, v in self.__dict__.items() if k not in dropped and not k.startswith("_optimizer_")}
         return {**kept, "state": self._settled_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -931,6 +941,18 @@ class LowCommOptimizer(Optimizer):
         state = copy.deepcopy(self.__getstate__(), memo)
         twin.__setstate__({**state, "_group": self._group})
         return twin
+
+
+@contextmanager
+def _hooks_set_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Without load_state_dict hooks: the caller runs them, around more than torch's own part of the load."""
+    tables = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    hooks = {table: getattr(optimizer, table) for table in tables}
+    optimizer.__dict__.update({table: OrderedDict() for table in tables})
+    try:
+        yield
+    finally:
+        optimizer.__dict__.update(hooks)
 
 
 def _exact(source: Any, loaded: Any) -> Any:
