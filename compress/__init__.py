@@ -2,6 +2,7 @@
 
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
+from .dct import DCTTopK
 from .dgc import DGC, warmup_density
 from .feedback import (
     EF14,
@@ -33,6 +34,7 @@ __all__ = [
     "SATURATED",
     "Codec",
     "CountSketch",
+    "DCTTopK",
     "EControl",
     "EFDecay",
     "EMAFeedback",

@@ -56,9 +56,9 @@ def test_published_bytes() -> None:
 
 def test_round_trip_of_every_dtype(tmp_path: Path) -> None:
     tensors = samples()
-    save_tensors(tmp_path / "all.safetensors", tensors, {"round": "7", "Größe": "§"})
+    save_tensors(tmp_path / "all.safetensors", tensors, {"round": "7", "Gr\u00f6\u00dfe": "\u00a7"})
     read, metadata = load_tensors(tmp_path / "all.safetensors")
-    assert metadata == {"round": "7", "Größe": "§"}
+    assert metadata == {"round": "7", "Gr\u00f6\u00dfe": "\u00a7"}
     assert set(read) == set(tensors)
     assert all(same_bits(read[name], tensors[name]) for name in tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["all.safetensors"]
