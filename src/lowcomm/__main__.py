@@ -7,6 +7,7 @@ from lowcomm import __version__
 
 TOOLS = {
     "demo": "DiLoCo against synchronous data parallel on two local workers",
+    "bench": "speed, rate and error of codecs",
 }
 
 USAGE = (
