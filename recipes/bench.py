@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import argparse
 import csv
+import importlib
+import importlib.util
 import json
 import shlex
 import sys
@@ -184,6 +186,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("lowcomm bench: --device cuda needs a CUDA device, and torch sees none", file=sys.stderr)
         return 2
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        print("lowcomm bench: --plot needs matplotlib (pip install 'lowcomm[demo]')", file=sys.stderr)
+        return 2
     try:
         codecs = {text: codec_from(text) for text in arguments.codecs}
     except ValueError as error:
@@ -235,8 +240,9 @@ def _timed(codecs: dict[str, Codec], peers: list[Peer], arguments: argparse.Name
         x = sample("gauss", n, arguments.device)
         for threads in arguments.threads:
             torch.set_num_threads(threads)
-            print(f"\n{n} elements, {threads} thread{'s' if threads > 1 else ''}: ms, GB/s, multiple of a copy")
+            print(f"\n{n} elements, {threads} thread{'s' if threads > 1 else ''}")
             print(" " * width + "".join(f"{name.replace('_', '-'):>27}" for name in OPERATIONS))
+            print(" " * width + f"{'ms':>12}{'GB/s':>8}{'x copy':>7}" * len(OPERATIONS))
             for name, codec in codecs.items():
                 rows = list(speeds(name, codec_calls(codec, x), x, threads, arguments.seconds, peer=False))
                 found += _print_speeds(name, rows, width)
@@ -266,9 +272,8 @@ def _write_csv(path: Path, rows: list[Speed]) -> None:
 
 def plot(qualities: list[Quality], path: Path) -> None:
     """Draw error against rate, one panel for each distribution, to the file `path`."""
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, len(DISTRIBUTIONS), figsize=(15, 5), sharex=True, sharey=True)
+    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(15, 5), layout="constrained")
+    axes = figure.subplots(1, len(DISTRIBUTIONS), sharex=True, sharey=True)
     for axis, distribution in zip(axes, DISTRIBUTIONS, strict=True):
         for q in qualities:
             error = getattr(q, distribution)
@@ -277,6 +282,4 @@ def plot(qualities: list[Quality], path: Path) -> None:
         axis.set(xscale="log", yscale="log", title=distribution, xlabel="bits per element")
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("||x - decoded||^2 / ||x||^2")
-    figure.tight_layout()
     figure.savefig(path, dpi=120)
-    plt.close(figure)

@@ -55,12 +55,16 @@ def against_copy(call: Call, copy: Call, *, device: str = "cpu", seconds: float 
     call_repeats, copy_repeats = _repeats(call, device), _repeats(copy, device)
     calls: list[float] = []
     copies = [_sample(copy, copy_repeats, device)]
-    deadline = time.perf_counter() + seconds
-    while len(calls) < least_rounds or time.perf_counter() < deadline:
+    begin = time.perf_counter()
+    while not _enough(len(calls), time.perf_counter() - begin, seconds):
         calls.append(_sample(call, call_repeats, device))
         copies.append(_sample(copy, copy_repeats, device))
     ratios = [(copies[i] + copies[i + 1]) / 2 / calls[i] for i in range(len(calls))]
     return Timing(statistics.median(calls), statistics.median(copies), statistics.median(ratios), len(calls))
+
+
+def _enough(rounds: int, elapsed: float, seconds: float) -> bool:
+    return (rounds >= 7 and elapsed >= seconds) or (rounds >= 3 and elapsed >= 10 * seconds)
 
 
 def _repeats(call: Call, device: str) -> int:
