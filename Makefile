@@ -4,6 +4,7 @@ EXTRAS ?= dev
 BIN := .venv/bin
 FOLDERS := compress cuda optim recipes src/lowcomm sync
 KERNELS := $(wildcard compress/*.cpp compress/*.h cuda/*.cuh)
+KERNEL_TESTS = $(shell grep -l use_kernel_level tests/test_*.py)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := -m pytest -q -p no:cacheprovider -c ../pyproject.toml --rootdir ..
 SANITIZE := -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
@@ -60,13 +61,13 @@ test-no-compiler: dist
 	rm -rf build/no-compiler
 	CC=false CXX=false $(BIN)/python $(PIP_INSTALL) --no-deps --target build/no-compiler dist/*.tar.gz
 	test ! -e build/no-compiler/lowcomm/compress/_kernels.so
-	cd build && PYTHONPATH=no-compiler ../$(BIN)/python $(PYTEST) ../tests/test_packaging.py
+	cd build && PYTHONPATH=no-compiler ../$(BIN)/python $(PYTEST) $(patsubst %,../%,tests/test_packaging.py $(KERNEL_TESTS))
 
 sanitize: .venv/installed
 	rm -rf build/sanitize
 	CXXFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python $(PIP_INSTALL) --no-deps --target build/sanitize .
-	cd build && $(UNDER_SANITIZERS) PYTHONPATH=sanitize ../$(BIN)/python $(PYTEST) ../tests/test_packaging.py
+	cd build && $(UNDER_SANITIZERS) PYTHONPATH=sanitize ../$(BIN)/python $(PYTEST) $(patsubst %,../%,$(KERNEL_TESTS))
 
 clean:
 	rm -rf .venv build dist

@@ -79,7 +79,9 @@ def test_python_in_pages_runs(page: Path) -> None:
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         if block.startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block, names, str(page), None, 0)
-            assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, clear_globs=False).failed == 0
+            assert (
+                doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE).run(test, clear_globs=False).failed == 0
+            )
             names = test.globs
         else:
             exec(compile(block, str(page), "exec"), names)
