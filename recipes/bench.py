@@ -81,6 +81,16 @@ def sample(distribution: str, n: int, device: str = "cpu") -> Tensor:
     return x.to(device)
 
 
+def as_matrix(n: int) -> list[tuple[int, ...]]:
+    """The shape that codecs of matrices are told for n elements: as many columns up to 1024 as divide n.
+
+    >>> as_matrix(2**20), as_matrix(1_000_000)
+    ([(1024, 1024)], [(1000, 1000)])
+    """
+    columns = next(d for d in range(1024, 0, -1) if n % d == 0)
+    return [(n // columns, columns)]
+
+
 def nmse(x: Tensor, decoded: Tensor) -> float:
     """||x - decoded||^2 / ||x||^2, in float64."""
     error = (x.double() - decoded.double()).square().sum()
@@ -89,6 +99,7 @@ def nmse(x: Tensor, decoded: Tensor) -> float:
 
 def codec_quality(name: str, codec: Codec, device: str) -> Quality:
     """Rate and errors of `codec` on `ERROR_ELEMENTS` elements."""
+    codec = codec.for_shapes(as_matrix(ERROR_ELEMENTS))
     body = torch.empty(codec.nbytes(ERROR_ELEMENTS), dtype=torch.uint8, device=device)
     errors = {}
     for distribution in DISTRIBUTIONS:
@@ -113,6 +124,7 @@ def peer_quality(peer: Peer) -> Quality:
 
 def codec_calls(codec: Codec, x: Tensor) -> dict[str, Callable[[], object]]:
     """The four operations on preallocated buffers."""
+    codec = codec.for_shapes(as_matrix(x.numel()))
     body = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8, device=x.device)
     out, residual = torch.empty_like(x), torch.zeros_like(x)
     feedback_body = torch.empty_like(body)

@@ -27,8 +27,8 @@ def codec_from(text: str) -> Codec:
     Raises:
         ValueError: the text is anything else, or the class refuses the arguments.
 
-    >>> codec_from("Cast('bf16')").bits_per_element(1024)
-    16.0
+    >>> codec_from("TopK(density=1/64)").nbytes(2**20)
+    21504
     >>> codec_from("open('x')")
     Traceback (most recent call last):
     ...

@@ -9,8 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowcomm import compress
 from lowcomm.compress import Codec, available_levels, use_kernel_level
+
+from lowcomm import compress
 
 
 def _codecs() -> list[Codec]:
