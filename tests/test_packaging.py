@@ -18,7 +18,7 @@ SHIPPED = {
 }
 TORCH_AND_NUMPY_ONLY = """
 import sys
-import torch, numpy
+import torch, numpy, torch._dynamo, torch.distributed.tensor
 before = {name.split(".")[0] for name in sys.modules}
 import lowcomm, lowcomm.optim
 after = {name.split(".")[0] for name in sys.modules}
