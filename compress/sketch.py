@@ -48,7 +48,7 @@ class CountSketch(Codec):
             ceil(density * n / rows) cells, at least 1.
         seed: of the hashes. Default 0.
 
-    >>> codec = CountSketch(rows=3, density=3.0)
+    >>> codec = CountSketch(rows=5, density=10.0)
     >>> x = torch.tensor([0.0, 5.0, 0.0, -2.0])
     >>> body, out = torch.empty(codec.nbytes(4), dtype=torch.uint8), torch.empty(4)
     >>> codec.encode(x, body)
