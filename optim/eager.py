@@ -169,7 +169,7 @@ class EagerDiLoCo(OneRoundLate):
             super()._apply(exchange)
             return
         newest = [other for other in self._in_flight if other.fragment is exchange.fragment][-1]
-        mean, fresh, stale = exchange.work.result, cast(Tensor, newest.own), cast(Tensor, exchange.own)
+        mean, fresh, stale = exchange.work.result, cast(Tensor, newest.own), exchange.own
         self._outer_step(exchange.fragment, mean.add_(fresh).sub_(stale))
         exchange.fragment.give_message(mean)
 

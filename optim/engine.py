@@ -82,6 +82,7 @@ class InFlight:
     fragment: Fragment
     due: int  # step at which it is applied
     work: Work | Arrived
+    partial: bool = False  # the last exchange of a flush
     own: Tensor | None = None  # this worker's message as others decode it, for methods that need it
 
 
@@ -328,7 +329,7 @@ class LowCommOptimizer(Optimizer):
             work = self._reducer.start(message, bucket=fragment.bucket, optional=optional, keep_own=keep, **labels)
             fragment.last_send = step
             own = work.own if keep else None
-            sent.append(InFlight(fragment, step + self._delay(fragment), work, own))
+            sent.append(InFlight(fragment, step + self._delay(fragment), work, own=own))
         self._in_flight += sent
         self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
         return sent
@@ -364,6 +365,7 @@ class LowCommOptimizer(Optimizer):
             return self._failed(due, error)
         for work in works:
             work.commit()
+        self._before_apply(due)
         for exchange in due:
             if exchange.work.wait().algorithm != "none":  # an outer step with nothing would move by momentum alone
                 self._apply(exchange)
@@ -372,6 +374,9 @@ class LowCommOptimizer(Optimizer):
         if receipts:
             self._record(receipts)
         return bool(receipts)
+
+    def _before_apply(self, due: list[InFlight]) -> None:
+        """What a rule has to know of all results before the first is applied."""
 
     def _others_due(self, due: list[InFlight], receipts: list[Receipt]) -> tuple[Sequence[str], bool]:
         """(names of optimizer state to average now, whether module buffers are averaged now).
@@ -571,7 +576,7 @@ class LowCommOptimizer(Optimizer):
             idle = fragment.bucket not in partial
             labels = self._labels(self._next_round())
             work = self._reducer.start(message, bucket=fragment.bucket, optional=idle, **labels)
-            sent.append(InFlight(fragment, self._steps, work))
+            sent.append(InFlight(fragment, self._steps, work, partial=True))
         self._finish(sent)
         for fragment in self._fragments:
             fragment.last_send = self._steps
@@ -777,7 +782,7 @@ class LowCommOptimizer(Optimizer):
                 self._gather(fragment, saved, f"own_{slots[bucket]}", own)
             slots[bucket] += 1
             receipt = Receipt(self._round, bucket, "restored", fragment.numel, self._reducer.world_size)
-            self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt), own))
+            self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt), own=own))
 
     def _refresh_layout(self) -> None:
         """Lay out again if parameters were frozen or unfrozen since."""

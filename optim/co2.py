@@ -1,0 +1,147 @@
+"""CO2: an outer loop one round late, with a staleness penalty and clipped momentum (arXiv 2401.16265).
+
+Round r starts everywhere from x_i = X_r; gamma_r is the inner learning rate of its last step, Mbar(r) = sum_i w_i x_i
+at its end. Averaging launched at the end of round r overlaps round r + 1:
+
+    end of round r >= 2:   D = (X_{r-1} - Mbar(r-1)) / gamma_{r-1}
+                           Lambda = 1 + ||X_r - X_{r-1}|| / ||X_{r-1} - Mbar(r-1)||
+                           m = beta m + D / Lambda
+                           X_{r+1} = X_r - alpha gamma_r clip(m, -phi, phi)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import Unpack
+
+from .eager import OneRoundLate
+from .engine import InFlight, SharedOptions
+from .fragment import Fragment
+from .outer import OuterRule
+from .schedules import Schedule
+from .slowmo import positive_lr
+
+__all__ = ["CO2"]
+
+
+class PenalisedMomentum(OuterRule):
+    """m = beta m + D / Lambda; X = X - alpha gamma clip(m, -phi, phi). Collects the squared length of the move."""
+
+    buffers = ("outer_momentum_buffer",)
+
+    def __init__(self) -> None:
+        self.penalty = 1.0  # Lambda
+        self.moved = 0.0  # sum of squares of the present move
+
+    def step_(self, anchor: Tensor, buffers: dict[str, Tensor], delta: Tensor, group: dict[str, Any]) -> None:
+        gamma, m, phi = positive_lr(group), buffers["outer_momentum_buffer"], group["co2_clip"]
+        m.mul_(group["co2_beta"]).add_(delta.div_(self.penalty))
+        step = (m if phi is None else m.clamp(-phi, phi)) * (group["co2_alpha"] * gamma)
+        self.moved += float(step.to(torch.float64).square().sum())
+        anchor.sub_(step)
+
+
+class CO2(OneRoundLate):
+    """CO2 (arXiv 2401.16265): averaging that overlaps a whole round, with a penalty for how stale it is.
+
+    Args:
+        inner: the optimizer that trains this worker.
+        sync_every: tau, inner steps per round; 12 to 48 in the paper.
+        alpha: outer learning rate; a group key ("co2_alpha").
+        beta: outer momentum; a group key ("co2_beta"). The authors use 0 below 4 nodes, 0.2 at 4, 0.5 at 8, 0.6 at 16.
+        gap_penalty: True: Lambda as above; False: Lambda = 1; a number >= 1: that constant.
+        clip: phi, bound of every coordinate of the momentum used in the step; None: no clipping. The stored momentum
+            stays as it is. The paper uses 1.
+        **shared: see `LowCommOptimizer`.
+
+    Raises:
+        ValueError: an argument is out of its range, or gap_penalty=True with sharded parameters, whose norms would need
+            another exchange.
+        RuntimeError: the inner learning rate is not positive at a sync.
+
+    Example:
+        >>> import torch
+        >>> from lowcomm.optim import CO2
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = CO2(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=12, beta=0.5, clip=1.0)
+
+    The formula of Lambda was not available to us; ours is the gap-aware one. `flush` applies the mean in flight, then
+    the partial round without penalty.
+    """
+
+    _rounds = 1
+
+    def __init__(
+        self,
+        inner: Optimizer | Sequence[Optimizer],
+        *,
+        sync_every: int | Schedule,
+        alpha: float = 1.0,
+        beta: float = 0.5,
+        gap_penalty: bool | float = True,
+        clip: float | None = 1.0,
+        **shared: Unpack[SharedOptions],
+    ):
+        if not alpha > 0.0 or not 0.0 <= beta < 1.0 or (clip is not None and not clip > 0.0):
+            raise ValueError(f"need alpha > 0, 0 <= beta < 1 and clip > 0 or None but got {alpha}, {beta}, {clip}")
+        if not isinstance(gap_penalty, bool) and gap_penalty < 1.0:
+            raise ValueError(f"gap_penalty must be True, False or a number of at least 1 but is: {gap_penalty}")
+        self._gap = gap_penalty
+        super().__init__(
+            inner,
+            sync_every=sync_every,
+            rule=PenalisedMomentum(),
+            outer_defaults={
+                "co2_alpha": alpha,
+                "co2_beta": beta,
+                "co2_clip": clip,
+                "last_move": 0.0,
+                "coming_lr": 0.0,
+                "previous_lr": 0.0,
+            },
+            **shared,
+        )
+        if gap_penalty is True and any(hasattr(p, "to_local") for p in self._trainable()):
+            raise ValueError("gap_penalty=True needs norms over all shards; give sharded parameters a constant penalty")
+
+    def _message(self, fragment: Fragment) -> Tensor:
+        """The progress of the round in gradient units, so that it does not matter when it is applied."""
+        message = super()._message(fragment)
+        for start, stop, _, group in fragment.pieces():
+            message[start:stop].div_(positive_lr(self.param_groups[group]))
+        return message
+
+    def _after_send(self, sent: list[InFlight], step: int) -> None:
+        super()._after_send(sent, step)
+        for group in self.param_groups:
+            group["coming_lr"], group["previous_lr"] = float(group["lr"]), group["coming_lr"]
+
+    def _before_apply(self, due: list[InFlight]) -> None:
+        rule = self._rule
+        assert isinstance(rule, PenalisedMomentum)
+        rule.penalty = 1.0 if any(exchange.partial for exchange in due) else self._penalty(due)
+        rule.moved = 0.0
+
+    def _finish(self, due: list[InFlight]) -> bool:
+        done = super()._finish(due)
+        if done and isinstance(self._rule, PenalisedMomentum):
+            for group in self.param_groups:
+                group["last_move"] = self._rule.moved**0.5
+        return done
+
+    def _penalty(self, due: list[InFlight]) -> float:
+        """Lambda: how far the anchor has moved since the mean was formed, in units of the mean's own length."""
+        if self._gap is not True:
+            return float(self._gap or 1.0)
+        squares: float = 0.0
+        for exchange in due:
+            for start, stop, _, group in exchange.fragment.pieces():
+                gamma = self.param_groups[group]["previous_lr"]
+                squares += gamma**2 * float(exchange.work.result[start:stop].to(torch.float64).square().sum())
+        return 1.0 + float(self.param_groups[0]["last_move"]) / (math.sqrt(squares) + 1e-12)
