@@ -16,10 +16,10 @@ from torch import Tensor
 
 from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
 from .dense import Dense
-from .errors import Aborted, PeerFailure
+from .errors import Aborted, PeerFailure, SyncError
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
 from .gather import AllGather
-from .groups import resolve_group
+from .groups import private_group, resolve_group
 from .hello import (
     ABORTED,
     OPTIONAL,
@@ -35,7 +35,7 @@ from .hello import (
     nonfinite_error,
 )
 from .lane import lane_of
-from .peers import Peers
+from .peers import Peers, network_error
 from .receipt import Receipt
 from .states import States
 from .two_phase import TwoPhase
@@ -264,8 +264,7 @@ class AllReduce:
         if self._lane is None:
             exchange.run()
             exchange.publish()
-        else:
-            self._use_group(overlapped=True)
+        elif self._use_group(exchange):
             self._lane.submit(exchange)
         return Work(exchange, self._states)
 
@@ -289,18 +288,24 @@ class AllReduce:
         if self._lane is None:
             exchange.run()
             exchange.publish()
-        else:
-            self._use_group(overlapped=False)
-            if not self._lane.run(exchange):
-                self._lane.submit(exchange)
+        elif not self._lane.run(exchange):
+            self._lane.submit(exchange)
         work.wait()
         return work
 
-    def _use_group(self, overlapped: bool) -> None:
+    def _use_group(self, exchange: Exchange) -> bool:
+        """Before an overlapped exchange: let the lane have its own group. False: that and so the exchange failed."""
         assert self._lane is not None
-        group = self._lane.group(self._group, overlapped)
-        if group is not self._peers.group:
-            self._peers = Peers(group)
+        try:
+            if self._lane.group is None:
+                exchange_votes(self._peers, True)  # so that an absent rank is named
+                self._lane.group = private_group(self._group)
+        except RuntimeError as error:
+            exchange.error = error if isinstance(error, SyncError) else network_error(error, ())
+            self._states.drop(exchange)
+            exchange.publish()
+            return False
+        return True
 
     def _exchange(self, flat: Tensor, bucket: int, round: int, weight: float, optional: bool, hold: bool) -> Exchange:
         if "_peers" not in self.__dict__:
@@ -345,6 +350,8 @@ class AllReduce:
             raise
 
     def _communicate(self, exchange: Exchange) -> None:
+        if self._lane is not None and self._lane.group is not None and self._peers.group is not self._lane.group:
+            self._peers = Peers(self._lane.group)
         peers, receipt = self._peers, exchange.receipt
         sent, received, wire = peers.sent, peers.received, peers.wire_seconds
         try:

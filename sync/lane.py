@@ -13,8 +13,6 @@ import threading
 import weakref
 from typing import Any, Protocol
 
-from .groups import private_group
-
 __all__ = ["Lane", "lane_of"]
 
 _EXIT_SECONDS = 5.0
@@ -29,24 +27,20 @@ class Task(Protocol):
 
 
 class Lane:
-    """Runs tasks in order: at once in the caller when nothing is queued, or in a helper thread."""
+    """Runs tasks in order: at once in the caller when nothing is queued, or in a helper thread.
+
+    Attributes:
+        group: the group to exchange on: None, the user's own, until the first overlapped exchange; then a private one
+            for good. Program order decides, not timing, so that all ranks choose alike.
+    """
 
     def __init__(self) -> None:
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
         self._thread: threading.Thread | None = None
-        self._group: Any | None = None
+        self.group: Any | None = None
         self._pid = os.getpid()
-
-    def group(self, parent: Any, overlapped: bool) -> Any:
-        """The group to exchange on: the parent itself until the first overlapped exchange, then a private one for good.
-
-        Program order decides, not timing, so that all ranks choose alike.
-        """
-        if overlapped and self._group is None:
-            self._group = private_group(parent)
-        return parent if self._group is None else self._group
 
     def run(self, task: Task) -> bool:
         """Run `task` in this thread if nothing is queued. Returns whether it ran."""
