@@ -1,5 +1,6 @@
 """Gradient and delta compression: codecs, error feedback, CPU kernels. Knows nothing of process groups."""
 
+from .cast import Cast
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
 from .dct import DCTTopK
@@ -21,6 +22,7 @@ from .feedback import (
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
+from .quantize import Int, Int2, Int4, Int8
 from .sketch import CountSketch, fetchsgd_step
 from .topk import TopK
 
@@ -32,6 +34,7 @@ __all__ = [
     "HAS_INF",
     "HAS_NAN",
     "SATURATED",
+    "Cast",
     "Codec",
     "CountSketch",
     "DCTTopK",
@@ -40,6 +43,10 @@ __all__ = [
     "EMAFeedback",
     "Encoded",
     "Feedback",
+    "Int",
+    "Int2",
+    "Int4",
+    "Int8",
     "Mixed",
     "PowerIteration",
     "PowerSGD",

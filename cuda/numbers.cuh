@@ -1,0 +1,115 @@
+// Conversions between float32 and the narrow formats on the wire, bit-exact on every device, for C++ and CUDA.
+// Arguments are finite unless a comment says otherwise; conversions to a narrow format round to nearest even.
+#ifndef LC_NUMBERS_CUH
+#define LC_NUMBERS_CUH
+
+#ifndef LC_FN
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define LC_FN __device__ __host__ static inline
+#else
+#define LC_FN static inline
+#endif
+#endif
+
+#define LC_TINY 7.888609052210118e-31f  // 2^-100: a block whose absolute maximum is below is encoded as zeros
+#define LC_INFINITY_BITS 0x7F800000u
+
+LC_FN unsigned int lc_bits(float x) {
+  union {
+    float f;
+    unsigned int u;
+  } v;
+  v.f = x;
+  return v.u;
+}
+
+LC_FN float lc_float(unsigned int bits) {
+  union {
+    float f;
+    unsigned int u;
+  } v;
+  v.u = bits;
+  return v.f;
+}
+
+LC_FN unsigned int lc_magnitude(float x) { return lc_bits(x) & 0x7FFFFFFFu; }  // orders as |x| does; any x
+
+LC_FN bool lc_finite(float x) { return lc_magnitude(x) < LC_INFINITY_BITS; }
+
+// ---- sign | exponent with this bias | mantissa bits, with subnormals. Saturates at max_code.
+
+LC_FN unsigned int lc_narrow(float x, int mantissa, int bias, unsigned int max_code) {
+  const unsigned int a = lc_magnitude(x);
+  const int drop = 23 - mantissa;
+  unsigned int code;
+  if (a < (unsigned int)(128 - bias) << 23) {  // below the smallest normal: adding 2^23 steps rounds to a whole step
+    const unsigned int magic = (unsigned int)(127 + 24 - bias - mantissa) << 23;
+    code = lc_bits(lc_float(a) + lc_float(magic)) - magic;
+  } else {
+    const unsigned int half = (1u << (drop - 1)) - 1u + ((a >> drop) & 1u);
+    code = (a + half - ((unsigned int)(127 - bias) << 23)) >> drop;
+  }
+  return code < max_code ? code : max_code;
+}
+
+// The magnitude of a code without its sign; exponents that mean Inf or NaN are the caller's business.
+LC_FN float lc_widen(unsigned int code, int mantissa, int bias) {
+  if (code >> mantissa == 0) return (float)code * lc_float((unsigned int)(128 - bias - mantissa) << 23);
+  return lc_float((code << (23 - mantissa)) + ((unsigned int)(127 - bias) << 23));
+}
+
+// ---- bfloat16
+
+LC_FN float lc_bf16_to_f32(unsigned short code) { return lc_float((unsigned int)code << 16); }  // any code
+
+LC_FN unsigned short lc_f32_to_bf16(float x) {  // finite stays finite
+  const unsigned int u = lc_bits(x), rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
+  return (unsigned short)((rounded & 0x7FFFu) < 0x7F80u ? rounded : rounded - 1u);
+}
+
+// ---- float16
+
+LC_FN float lc_f16_to_f32(unsigned short code) {  // any code
+  const unsigned int sign = (code & 0x8000u) << 16, magnitude = code & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return lc_float(sign | LC_INFINITY_BITS | (magnitude & 0x3FFu) << 13);
+  return lc_float(sign | lc_bits(lc_widen(magnitude, 10, 15)));
+}
+
+LC_FN unsigned short lc_f32_to_f16(float x) {  // finite stays finite
+  return (unsigned short)((lc_bits(x) >> 16 & 0x8000u) | lc_narrow(x, 10, 15, 0x7BFFu));
+}
+
+// ---- float8: e4m3fn (no infinity, NaN 0x7F, maximum 448) and e5m2 (as the upper half of float16, maximum 57344)
+
+LC_FN unsigned char lc_f32_to_e4m3(float x) {
+  return (unsigned char)((lc_bits(x) >> 24 & 0x80u) | lc_narrow(x, 3, 7, 0x7Eu));
+}
+
+LC_FN float lc_e4m3_to_f32(unsigned char code) {  // any code
+  const unsigned int sign = (code & 0x80u) << 24, magnitude = code & 0x7Fu;
+  return lc_float(sign | (magnitude == 0x7Fu ? 0x7FC00000u : lc_bits(lc_widen(magnitude, 3, 7))));
+}
+
+LC_FN unsigned char lc_f32_to_e5m2(float x) {
+  return (unsigned char)((lc_bits(x) >> 24 & 0x80u) | lc_narrow(x, 2, 15, 0x7Bu));
+}
+
+LC_FN float lc_e5m2_to_f32(unsigned char code) { return lc_f16_to_f32((unsigned short)(code << 8)); }  // any code
+
+// ---- block scales
+
+// a / levels, or the next number below where levels * scale would overflow although the block is finite.
+LC_FN float lc_block_scale(float absmax, float levels) {
+  const float scale = absmax / levels;
+  return lc_finite(scale * levels) ? scale : lc_float(lc_bits(scale) - 1u);
+}
+
+LC_FN unsigned short lc_bf16_up(float scale) {  // smallest bfloat16 that is not below a positive scale
+  return (unsigned short)((lc_bits(scale) + 0xFFFFu) >> 16);
+}
+
+LC_FN unsigned char lc_pow2_up(float scale) {  // exponent byte (bias 127) of the smallest power of two not below it
+  return (unsigned char)((lc_bits(scale) + 0x7FFFFFu) >> 23);
+}
+
+#endif
