@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..compress import Codec, Feedback
-from ..sync import AllReduce, Receipt, SyncError, Work, agree_on_tensors, resolve_group
+from ..sync import AllReduce, Receipt, SyncError, Work, agree_on_tensors, gather_rows, resolve_group, send_to
 from .fragment import Fragment, like_placement, local_tensor
 from .outer import OuterRule
 from .schedules import Every, Schedule
@@ -132,6 +132,9 @@ class LowCommOptimizer(Optimizer):
     """
 
     _step_supports_amp_scaling: ClassVar[bool] = True  # GradScaler then always calls step(), so ranks never lose count
+    _reducer: AllReduce  # of what is said about parameters
+    _dense: AllReduce  # of everything else, uncompressed
+    _rejoining: list[int]  # ranks that get the group's state at the next sync
     _fragments: list[Fragment]
     _in_flight: list[InFlight]
     _ready: bool  # flat buffers exist and `self.state` shows them
@@ -373,6 +376,12 @@ class LowCommOptimizer(Optimizer):
             fragment.write(work.result)
         if receipts:
             self._record(receipts)
+        if self._rejoining and due:
+            self._hand_over(self._donor, self._rejoining)
+            if self._reducer.rank in self._rejoining:
+                for fragment in self._fragments:
+                    fragment.write(cast(Tensor, fragment.anchor))
+            self._rejoining = []
         return bool(receipts)
 
     def _before_apply(self, due: list[InFlight]) -> None:
@@ -610,6 +619,73 @@ class LowCommOptimizer(Optimizer):
                 for p, value in zip(self._trainable(), own, strict=False):
                     p.copy_(value)
 
+    # ---- membership ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def set_process_group(self, process_group: Any, rejoin: Literal["contribute", "discard"] = "contribute") -> None:
+        """Go on with another set of workers. All workers of the new group call it, between two steps.
+
+        The workers that have seen the most rounds carry the group's anchor and outer state. One that has missed rounds
+        and says "contribute" keeps training: its next message is all its progress since it last agreed with the group,
+        and with that sync it takes over the group's anchor, outer state and counters. One that says "discard", or has
+        missed more than one round, or is new, starts from the group's anchor at once. Feedback state starts afresh when
+        the number of workers changes. Exchanges still in flight are dropped.
+
+        Args:
+            process_group: as at construction.
+            rejoin: what this worker does with progress made while it was away.
+
+        Raises:
+            ValueError: an illegal argument, or this rank is not in the group.
+            RuntimeError: the method has no common anchor to hand over.
+        """
+        if rejoin not in ("contribute", "discard"):
+            raise ValueError(f"rejoin must be 'contribute' or 'discard' but is: {rejoin!r}")
+        group = resolve_group(process_group)
+        if not self._ready:
+            self._lay_out()
+        if any(fragment.anchor is None for fragment in self._fragments):
+            raise RuntimeError(
+                f"{type(self).__name__} without compress keeps no anchor to hand over; call flush() and build a new one"
+            )
+        feedback = {f.bucket: self._reducer.state(f.bucket) for f in self._fragments}
+        before = self._reducer.world_size
+        self._in_flight = []
+        self._connect(group)
+        if self._reducer.world_size == before:
+            for bucket, state in feedback.items():
+                self._reducer.load_state(bucket, state)
+        self._meet(discard=rejoin == "discard")
+
+    def _meet(self, discard: bool) -> None:
+        """Find out who is behind; those who start afresh get the group's state now, the others at the next sync."""
+        counters = torch.tensor([float(self._round), float(self._steps), float(discard)], dtype=torch.float64)
+        table = gather_rows(counters, self._group)
+        newest = max(row[0] for row in table)
+        donor = next(rank for rank, row in enumerate(table) if row[0] == newest)
+        behind = [rank for rank, row in enumerate(table) if row[0] < newest]
+        rounds = len(self._fragments)
+        fresh = [rank for rank in behind if table[rank][2] or table[rank][0] + rounds < newest]
+        self._hand_over(donor, fresh)
+        self._rejoining = [rank for rank in behind if rank not in fresh]
+        self._donor = donor
+        self._set_all("round", int(newest))
+        if self._reducer.rank in fresh:
+            for fragment in self._fragments:
+                assert fragment.anchor is not None
+                fragment.write(fragment.anchor)
+        if self._reducer.rank in behind:
+            self._steps = int(table[donor][1])
+            self._set_all("local_step", self._steps)
+        self._set_all("next_sync", 0)
+        self._next_event = 0  # plan at the next step
+
+    def _hand_over(self, donor: int, receivers: list[int]) -> None:
+        """Copy anchor and outer buffers of rank `donor` to `receivers`."""
+        for fragment in self._fragments if receivers else []:
+            for flat in fragment.flats().values():
+                self.bytes_sent += send_to(flat, donor, receivers, self._group)
+
     # ---- groups, layout ------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -832,6 +908,8 @@ class LowCommOptimizer(Optimizer):
 
     def _connect(self, process_group: Any) -> None:
         self._group = resolve_group(process_group)
+        self._rejoining = []
+        self._donor = 0
         self._reducer = AllReduce(self._group, self._codec, self._feedback)
         self._dense = AllReduce(self._group)
         self._gradients = AllReduce(self._group, nonfinite="use")
