@@ -1,24 +1,35 @@
 """Low-communication optimizers: drop-in torch.optim classes that synchronise now and then."""
 
 from .co2 import CO2
+from .desloc import DESLOC, half_life_periods
 from .diloco import DiLoCo
 from .eager import EagerDiLoCo
 from .engine import LowCommOptimizer
 from .local_sgd import LocalSGD
-from .schedules import Every, Schedule
+from .momenta import ADOPT, QuasiHyperbolic
+from .mtdao import MTDAO
+from .schedules import QSR, AtSteps, Every, Intervals, Schedule
 from .sign_momentum import SignMomentum
 from .slowmo import SlowMo
 from .streaming import StreamingDiLoCo
 
 __all__ = [
+    "ADOPT",
     "CO2",
+    "DESLOC",
+    "MTDAO",
+    "QSR",
+    "AtSteps",
     "DiLoCo",
     "EagerDiLoCo",
     "Every",
+    "Intervals",
     "LocalSGD",
     "LowCommOptimizer",
+    "QuasiHyperbolic",
     "Schedule",
     "SignMomentum",
     "SlowMo",
     "StreamingDiLoCo",
+    "half_life_periods",
 ]

@@ -140,6 +140,7 @@ class LowCommOptimizer(Optimizer):
     _ready: bool  # flat buffers exist and `self.state` shows them
     _counting: bool  # the present step() is a real one
     _steps: int  # completed inner steps; equals "local_step" of every group
+    _early_events: bool = False  # what is due after step t happens at the beginning of the next call of step()
     _keeps_own: bool = False  # InFlight.own is wanted, and kept in checkpoints
     _next_event: int  # step at which something is to be sent or applied
 
@@ -246,6 +247,8 @@ class LowCommOptimizer(Optimizer):
         self._own_gradients: list[Tensor | None] | None = None
         if warming:
             skip = self._average_gradients(skip)
+        if self._early_events and self._counting and 0 < self._steps == self._next_event:
+            self._run_events()
         if self._counting and self._next_event <= self._steps:
             self._plan()
         return not skip, closure, loss
@@ -261,7 +264,7 @@ class LowCommOptimizer(Optimizer):
         self._steps += 1
         for group in self.param_groups:
             group["local_step"] = self._steps
-        if self._steps >= self._next_event:
+        if self._steps >= self._next_event and not self._early_events:
             self._run_events()
 
     def _is_materialisation(self) -> bool:
@@ -478,7 +481,7 @@ class LowCommOptimizer(Optimizer):
 
     # ---- optimizer state and module buffers ----------------------------------------------------------------------
 
-    def _send_others(self, names: Sequence[str], buffers: bool) -> list[tuple[Fragment, Work]]:
+    def _send_others(self, names: Sequence[str], buffers: bool, optional: bool = False) -> list[tuple[Fragment, Work]]:
         """Start averaging what travels with the parameters: named optimizer state, module buffers."""
         floating, other = self._buffers if buffers else ([], [])
         weight = self._weight()
@@ -492,7 +495,8 @@ class LowCommOptimizer(Optimizer):
         sent = []
         for bucket, part, share in parts:
             message = part.pack_values(part.take_message())
-            sent.append((part, self._dense.start(message, bucket=bucket, round=self._round, weight=share)))
+            work = self._dense.start(message, bucket=bucket, round=self._round, weight=share, optional=optional)
+            sent.append((part, work))
         return sent
 
     def _named_state(self, name: str) -> list[Tensor]:

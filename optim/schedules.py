@@ -6,10 +6,14 @@ the next sync. Steps are counted 1, 2, 3, ...; a sync at step s happens inside t
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["Every", "Schedule"]
+__all__ = ["QSR", "AtSteps", "Every", "Intervals", "Schedule"]
+
+NEVER = 1 << 40  # a step number beyond any run
 
 
 @runtime_checkable
@@ -44,3 +48,90 @@ class Every:
     def next_sync(self, step: int, lr: float) -> int:
         earliest = max(step, self.start) + 1
         return earliest + (self.phase - (earliest - self.start)) % self.interval
+
+
+@dataclass(frozen=True)
+class AtSteps:
+    """Sync at the given step numbers, and never after the last.
+
+    >>> AtSteps((2, 5)).next_sync(2, lr=0.1)
+    5
+    """
+
+    steps: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if list(self.steps) != sorted(set(self.steps)) or (self.steps and self.steps[0] < 1):
+            raise ValueError(f"steps must be ascending and at least 1 but is: {self.steps}")
+
+    def next_sync(self, step: int, lr: float) -> int:
+        return next((due for due in self.steps if due > step), NEVER)
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """The length of every round from a function of the completed steps, H(t), the same on all workers.
+
+    >>> Intervals(lambda step: 1 if step < 3 else 10).next_sync(3, lr=0.1)
+    13
+    """
+
+    interval: Callable[[int], int]
+
+    def next_sync(self, step: int, lr: float) -> int:
+        return step + self.interval(step)
+
+
+@dataclass(frozen=True)
+class QSR:
+    """Quadratic synchronisation rule (arXiv 2310.14423): longer rounds as the learning rate decays.
+
+    For a round that starts after t steps, with inner learning rate eta in force for its first step:
+
+        H = max(base, floor((alpha / eta)^power)), at most max_interval; the last round ends exactly at total_steps
+
+    Args:
+        alpha: growth coefficient; 0 keeps H at `base`. The paper uses 0.0175 for ViT-B with AdamW.
+        base: shortest round.
+        total_steps: T, length of the run; None: no truncation.
+        warmup_steps: rounds that start before it have length `warmup_interval`: the rule explodes at a warm-up rate.
+        warmup_interval: default: the rule at `peak_lr`, or `base` where that is not given.
+        peak_lr: highest learning rate.
+        power: 2; 1 is the linear and 3 the cubic rule.
+        max_interval: longest round of the rule; ours.
+
+    >>> rule = QSR(alpha=0.0175, base=4)
+    >>> [rule.interval(eta) for eta in (0.008, 0.005, 0.001)]
+    [4, 12, 306]
+    """
+
+    alpha: float
+    base: int = 4
+    total_steps: int | None = None
+    warmup_steps: int = 0
+    warmup_interval: int | None = None
+    peak_lr: float | None = None
+    power: float = 2.0
+    max_interval: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.alpha < 0 or self.base < 1:
+            raise ValueError(f"need alpha >= 0 and base >= 1 but got alpha={self.alpha}, base={self.base}")
+
+    def interval(self, lr: float) -> int:
+        """H for a learning rate, before truncation."""
+        longest = self.max_interval or NEVER
+        if lr <= 0.0:
+            return longest
+        # the exact quotient decides: 3.5^2 is 12, whatever the division leaves in the last bits
+        rule = math.floor(math.pow(self.alpha / lr, self.power) * (1 + 1e-12))
+        return min(max(self.base, rule), longest)
+
+    def next_sync(self, step: int, lr: float) -> int:
+        if step < self.warmup_steps:
+            length = self.warmup_interval or (self.interval(self.peak_lr) if self.peak_lr else self.base)
+        else:
+            length = self.interval(lr)
+        if self.total_steps is not None and step < self.total_steps:
+            length = max(1, min(length, self.total_steps - step))
+        return step + length
