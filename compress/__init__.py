@@ -23,7 +23,7 @@ from .kernels import available_levels, kernel_level, set_kernel_level, use_kerne
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 from .quantize import Int, Int2, Int4, Int8
-from .sketch import CountSketch, fetchsgd_step
+from .sketch import SRHT, CountSketch, fetchsgd_step
 from .topk import TopK
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "HAS_INF",
     "HAS_NAN",
     "SATURATED",
+    "SRHT",
     "Cast",
     "Codec",
     "CountSketch",

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from lowcomm.compress import HAS_INF, HAS_NAN, CountSketch, available_levels, fetchsgd_step, use_kernel_level
-from lowcomm.compress.sketch import add_in_turns, hash_row
+from lowcomm.compress import HAS_INF, HAS_NAN, SRHT, CountSketch, available_levels, fetchsgd_step, use_kernel_level
+from lowcomm.compress.sketch import add_in_turns, hadamard, hash_row
 from torch import Tensor
 
 VECTORS: dict[str, Any] = json.loads((Path(__file__).parent / "compressors_vectors.json").read_text())
@@ -175,3 +175,85 @@ def test_fetchsgd_converges_on_a_sparse_problem() -> None:
 def test_wrong_settings_are_refused(build: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def srht(codec: SRHT, x: Tensor, **place: int) -> Tensor:
+    body, out = torch.empty(codec.nbytes(x.numel()), dtype=torch.uint8), torch.empty(x.numel())
+    codec.encode(x, body, **place)
+    codec.decode(body, out, **place)
+    return out
+
+
+def test_hadamard_matrix() -> None:
+    h = hadamard(torch.eye(8))
+    expected = [[(-1.0) ** bin(i & j).count("1") for j in range(8)] for i in range(8)]
+    assert h.tolist() == expected
+    x = gaussian(3, 64)
+    assert torch.allclose(hadamard(hadamard(x)) / 64, x, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 5, 15, 16, 17, 100])
+def test_srht_of_any_length(n: int) -> None:
+    x = gaussian(n)
+    assert torch.allclose(srht(SRHT(density=1.0, chunk=16), x), x, atol=1e-5)
+    codec = SRHT(density=0.25, chunk=16)
+    rest = n % 16
+    last = max(1, round(0.25 * (1 << (rest - 1).bit_length()))) if rest else 0
+    assert codec.nbytes(n) == 4 * (n // 16 * 4 + last)
+    assert srht(codec, x).shape == (n,)
+
+
+def test_srht_is_linear_and_shared() -> None:
+    codec, x, y = SRHT(density=0.25, chunk=64), gaussian(300), gaussian(300, seed=1)
+    bodies = [torch.empty(codec.nbytes(300), dtype=torch.uint8) for _ in range(2)]
+    for rank, vector in enumerate((x, y)):
+        codec.encode(vector, bodies[rank], step=3, rank=rank, bucket=2)
+    total = bodies[0].view(torch.float32) + bodies[1].view(torch.float32)
+    out = torch.empty(300)
+    codec.decode(total.view(torch.uint8), out, step=3, rank=9, bucket=2)
+    assert torch.allclose(out, srht(codec, x + y, step=3, bucket=2), atol=1e-4)
+    assert not torch.allclose(out, srht(codec, x + y, step=4, bucket=2), atol=0.1)
+
+
+def test_srht_is_unbiased_with_the_stated_variance() -> None:
+    x, chunks = gaussian(64), 100  # every chunk has signs of its own
+    x[7] = 20.0
+    codec = SRHT(density=0.25, chunk=64)
+    rounds = [srht(codec, x.repeat(chunks), step=step).view(chunks, 64) for step in range(20)]
+    estimates = torch.cat(rounds)
+    spread = (estimates.var(0) / len(estimates)).sqrt()
+    assert bool(((estimates.mean(0) - x).abs() < 5 * spread).all())
+    variance = float(((estimates - x) ** 2).sum(1).mean()) / float(x.norm() ** 2)
+    assert math.isclose(variance, codec.omega(64), rel_tol=0.05) and codec.omega(64) == 3
+    assert codec.unbiased and codec.delta(64) is None
+
+
+def test_srht_contractive_form_projects() -> None:
+    x, codec = gaussian(256), SRHT(density=0.25, chunk=256, contractive=True)
+    lost = []
+    for step in range(30):
+        got = srht(codec, x, step=step)
+        assert torch.allclose(srht(codec, got, step=step), got, atol=1e-4)
+        lost.append(float((x - got).norm() ** 2 / x.norm() ** 2))
+        assert math.isclose(float(x @ got), float(got @ got), rel_tol=1e-4)
+    assert abs(sum(lost) / 30 - 0.75) < 0.03
+    assert codec.delta(256) == 0.25 and codec.omega(256) is None and not codec.unbiased
+
+
+def test_srht_hostile_values() -> None:
+    codec = SRHT(chunk=64)
+    x, clean = gaussian(100), gaussian(100)
+    x[3], clean[3] = math.nan, 0.0
+    body, expected = (torch.empty(codec.nbytes(100), dtype=torch.uint8) for _ in range(2))
+    assert codec.encode(x, body) == HAS_NAN and codec.encode(clean, expected) == 0
+    assert torch.equal(body, expected)
+    assert codec.encode(torch.full((100,), 3e38), body) == HAS_INF
+    assert bool(torch.isfinite(body.view(torch.float32)).all())
+    assert codec.encode(torch.zeros(100), body) == 0 and not body.any()
+    body.view(torch.float32)[0] = math.inf
+    with pytest.raises(ValueError, match="body is damaged"):
+        codec.decode(body, torch.empty(100))
+    with pytest.raises(ValueError, match="power of two"):
+        SRHT(chunk=48)
+    with pytest.raises(ValueError, match="density must be"):
+        SRHT(density=1.5)
