@@ -5,6 +5,7 @@ from .desloc import DESLOC, half_life_periods
 from .diloco import DiLoCo
 from .eager import EagerDiLoCo
 from .engine import LowCommOptimizer
+from .hierarchical import HierarchicalLocalSGD
 from .local_sgd import LocalSGD
 from .momenta import ADOPT, QuasiHyperbolic
 from .mtdao import MTDAO
@@ -23,6 +24,7 @@ __all__ = [
     "DiLoCo",
     "EagerDiLoCo",
     "Every",
+    "HierarchicalLocalSGD",
     "Intervals",
     "LocalSGD",
     "LowCommOptimizer",

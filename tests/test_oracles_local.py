@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowcomm.optim import DiLoCo, LocalSGD
+from lowcomm.optim import DiLoCo, HierarchicalLocalSGD, LocalSGD
 from ranks import run_ranks
 from torch.optim import SGD, AdamW
 from toys import anchor_of, momentum_of, run_toy
@@ -137,3 +137,32 @@ def test_outer_step_is_torch_sgd() -> None:
             reference.step()
         assert all(torch.equal(result, results[0]) for result in results)
         torch.testing.assert_close(results[0], theirs.detach(), rtol=1e-6, atol=1e-6)
+
+
+def _hierarchy(rank: int, world_size: int) -> Any:
+    build = {
+        "sizes": lambda ps: HierarchicalLocalSGD(SGD(ps, lr=0.1), sync_every={2: 2, 4: 4}),
+        "world": lambda ps: HierarchicalLocalSGD(SGD(ps, lr=0.1), sync_every={2: 2, 4: None}),
+    }
+    records = {name: run_toy(rank, make, 4, "R") for name, make in build.items()}
+    errors = []
+    for periods in ({2: 2, 3: 4}, {2: 3, 4: 4}, {2: 2, 4: 2}):
+        try:
+            HierarchicalLocalSGD(SGD([torch.nn.Parameter(torch.zeros(1))]), sync_every=periods)
+        except ValueError as error:
+            errors.append(str(error))
+    return records, errors
+
+
+def test_hierarchical_local_sgd_oracle() -> None:
+    outcomes = run_ranks(_hierarchy, 4)
+    rows = [
+        (1.9, 1.4, 2.1, 1.6),
+        (1.365, 1.365, 1.735, 1.735),
+        (1.3285, 0.892, 1.8615, 1.388),
+        (1.22375, 1.22375, 1.22375, 1.22375),
+    ]
+    for name in ("sizes", "world"):
+        for t, row in enumerate(rows):
+            assert [records[name][t][0] for records, _ in outcomes] == pytest.approx(row, **TIGHT)
+    assert all(len(errors) == 3 for _, errors in outcomes)
