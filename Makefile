@@ -8,7 +8,7 @@ KERNEL_TESTS = $(shell grep -l use_kernel_level tests/test_*.py)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := -m pytest -q -p no:cacheprovider -c ../pyproject.toml --rootdir ..
 SANITIZE := -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined
-UNDER_SANITIZERS := ASAN_OPTIONS=detect_leaks=0 \
+UNDER_SANITIZERS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
 
 .PHONY: demo test bench lint format dist test-wheel test-no-compiler sanitize clean FORCE
@@ -67,7 +67,7 @@ sanitize: .venv/installed
 	rm -rf build/sanitize
 	CXXFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python $(PIP_INSTALL) --no-deps --target build/sanitize .
-	cd build && $(UNDER_SANITIZERS) PYTHONPATH=sanitize ../$(BIN)/python $(PYTEST) $(patsubst %,../%,$(KERNEL_TESTS))
+	cd build && $(UNDER_SANITIZERS) PYTHONPATH=sanitize ../$(BIN)/python $(PYTEST) --capture=sys $(patsubst %,../%,$(KERNEL_TESTS))
 
 clean:
 	rm -rf .venv build dist

@@ -1,4 +1,5 @@
 // Count sketch (sketch.py): tables of signed sums and their estimates.
+#include <algorithm>
 #include "input.h"
 #include "philox.cuh"
 
@@ -63,7 +64,7 @@ int sketch_row(const void* x, int dtype, int64_t n, float* row, Hash hash) {
   float wide[CHUNK], values[CHUNK];
   uint32_t cells[CHUNK], signs[CHUNK];
   int flags = 0;
-  memset(row, 0, sizeof(float) * hash.columns);
+  std::fill_n(row, hash.columns, 0.0f);  // not memset: an empty table may have a null address
   for (int64_t first = 0; first < n; first += CHUNK) {
     const int64_t m = n - first < CHUNK ? n - first : CHUNK;
     flags |= finite_bits(lc_input(x, dtype, first, m, wide), m, values);
