@@ -11,7 +11,7 @@ everything, bit for bit. What a failed round does to the state depends on what h
 
 In the formulas g is what the algorithm wants to send (a gradient, lr * gradient or a pseudo-gradient), C(.) what the
 receivers decode, d the decoded message, e the residual, h the estimate of g that receivers hold, H the mean of all h.
-A dense round is a round with a lossless codec (`Cast(torch.float32)`): every rule then leaves e = 0 and h = g.
+A dense round is a round with a lossless codec (`Cast("f32")`): every rule then leaves e = 0 and h = g.
 """
 
 from __future__ import annotations

@@ -92,10 +92,23 @@ def permutation(indices: Tensor, n: int, *, seed: int, step: int) -> Tensor:
     bits = max(8, (n - 1).bit_length())
     half = (bits + 1) // 2
     keys = random_words(8, seed=seed, stream=INDICES, step=step).tolist()
+    if bits == 8:
+        return _walk_small(indices, n, keys)
     out = _feistel(indices.to(torch.int64), half, keys)
     while bool((outside := out >= n).any()):
         out = torch.where(outside, _feistel(out, half, keys), out)
     return out
+
+
+def _walk_small(indices: Tensor, n: int, keys: list[int]) -> Tensor:
+    # walks to a few numbers among 256 are long, but the whole network fits a table
+    table = _feistel(torch.arange(256), 4, keys).tolist()
+    out = [table[i] for i in indices.tolist()]
+    for place, value in enumerate(out):
+        while value >= n:
+            value = table[value]
+        out[place] = value
+    return torch.tensor(out, dtype=torch.int64, device=indices.device)
 
 
 def _feistel(values: Tensor, half: int, keys: list[int]) -> Tensor:

@@ -36,7 +36,7 @@ class Mixed(Codec):
     Guarantee: the weakest of the sections' (delta and omega are None when one section has none).
 
     >>> from lowcomm.compress import Cast, Int4
-    >>> codec = Mixed(((Int4(), 128), (Cast(torch.float32), 10)))
+    >>> codec = Mixed(((Int4(), 128), (Cast("f32"), 10)))
     >>> codec.nbytes(138)
     112
     """
@@ -64,7 +64,7 @@ class Mixed(Codec):
 
         Args:
             named_parameters: as from `module.named_parameters()`. Only name, shape and dtype are read.
-            choose: called as choose(name, shape, dtype, role), returns a codec. `Cast(torch.float32)` is exact.
+            choose: called as choose(name, shape, dtype, role), returns a codec. `Cast("f32")` is exact.
             role: what the vector holds, handed on to `choose`. Default "pseudo-gradient".
 
         Raises:
@@ -72,7 +72,7 @@ class Mixed(Codec):
 
         >>> from lowcomm.compress import Cast, Int4
         >>> def choose(name, shape, dtype, role):
-        ...     return Int4() if len(shape) > 1 else Cast(torch.float32)
+        ...     return Int4() if len(shape) > 1 else Cast("f32")
         >>> model = torch.nn.Linear(16, 8)
         >>> codec = Mixed.from_parameters(model.named_parameters(), choose)
         >>> [(type(part).__name__, numel) for part, numel in codec.runs]
