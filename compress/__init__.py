@@ -24,6 +24,14 @@ from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 from .quantize import Int, Int2, Int4, Int8
 from .sketch import SRHT, CountSketch, fetchsgd_step
+from .support import (
+    decode_support,
+    encode_support,
+    energy_support,
+    group_energy,
+    history_support,
+    leader_support,
+)
 from .topk import TopK
 
 __all__ = [
@@ -54,11 +62,17 @@ __all__ = [
     "TopK",
     "available_levels",
     "average_state",
+    "decode_support",
     "econtrol_eta",
     "effective_rank",
+    "encode_support",
+    "energy_support",
     "fetchsgd_step",
+    "group_energy",
     "handover_state",
+    "history_support",
     "kernel_level",
+    "leader_support",
     "load_bodies",
     "load_tensors",
     "orthonormalize",

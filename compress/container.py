@@ -154,7 +154,7 @@ def pack_tensors(tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | No
         ValueError: a dtype has no name in the format, or a name or metadata is not a string.
 
     >>> len(pack_tensors({"w": torch.zeros(8, dtype=torch.uint8)}))
-    80
+    72
     """
     header: dict[str, Any] = {}
     if metadata:

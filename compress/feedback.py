@@ -123,13 +123,13 @@ class EF14(_Residual):
 
     Source: Seide et al. 2014; arXiv 1809.07599, 1901.09847.
 
-    >>> from lowcomm.compress import Sign
-    >>> codec, feedback = Sign(block=4), EF14()
+    >>> from lowcomm.compress import TopK
+    >>> codec, feedback = TopK(k=1, chunk=4, value="f32"), EF14()
     >>> state = feedback.init(4, torch.device("cpu"))
     >>> body = torch.empty(codec.nbytes(4), dtype=torch.uint8)
     >>> flags, state = feedback.encode(codec, torch.tensor([4.0, 2.0, -1.0, -1.0]), state, body)
-    >>> state["residual"].tolist()  # the message was [2, 2, -2, -2]
-    [2.0, 0.0, 1.0, 1.0]
+    >>> state["residual"].tolist()
+    [0.0, 2.0, -1.0, -1.0]
     """
 
 
