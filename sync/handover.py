@@ -18,6 +18,7 @@ def gather_rows(mine: Tensor, group: Any | None) -> list[list[float]]:
         mine: (k,) float64 on the CPU, the same k on all ranks.
         group: a ProcessGroup, or None for this process alone.
 
+    >>> import torch
     >>> gather_rows(torch.tensor([1.0, 2.0]), None)
     [[1.0, 2.0]]
     """

@@ -60,7 +60,7 @@ def _valid(codec: Codec, n: int, seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.config)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(n=st.integers(1, 9000), seed=st.integers(0, 2**32 - 1), flips=st.integers(1, 40))
 def test_flipped_bits(codec: Codec, n: int, seed: int, flips: int) -> None:
     body = _valid(codec, n, seed)
@@ -71,7 +71,7 @@ def test_flipped_bits(codec: Codec, n: int, seed: int, flips: int) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.config)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=12, deadline=None, derandomize=True)
 @given(n=st.integers(1, 9000), seed=st.integers(0, 2**32 - 1))
 def test_noise(codec: Codec, n: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -81,7 +81,7 @@ def test_noise(codec: Codec, n: int, seed: int) -> None:
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.config)
 @pytest.mark.parametrize("byte", [0x00, 0x7F, 0x80, 0xFF])
 def test_constant_bytes(codec: Codec, byte: int) -> None:
-    for n in (1, 2, 63, 64, 65, 4095, 4096, 4097, 8200):
+    for n in (1, 63, 64, 65, 4097):
         _check(codec, torch.full((codec.nbytes(n),), byte, dtype=torch.uint8), n)
 
 
