@@ -4,10 +4,12 @@ import doctest
 import importlib
 import inspect
 import re
+from collections import OrderedDict
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from lowcomm.recipes import reference
 
 import lowcomm
@@ -84,8 +86,9 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_page_id)
 def test_python_in_pages_runs(page: Path) -> None:
-    """Blocks marked `python` run one after the other, as one program for each page."""
-    names: dict[str, object] = {"__name__": "__page__"}
+    """Blocks marked `python` run one after the other, as one program for each page that has a `model` to begin with."""
+    model = torch.nn.Sequential(OrderedDict(embed=torch.nn.Embedding(8, 4), head=torch.nn.Linear(4, 8)))
+    names: dict[str, object] = {"__name__": "__page__", "torch": torch, "model": model}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
         if block.startswith(">>>"):
             test = doctest.DocTestParser().get_doctest(block, names, str(page), None, 0)
