@@ -30,6 +30,7 @@ class Entry:
             workers apart by design (they still agree after `flush`).
         inner: the inner optimizer that tests use where it does not matter.
         name: id in test names, when one class is listed twice.
+        busy: steps within the first period, besides its last, at which something is sent.
     """
 
     cls: type[LowCommOptimizer]
@@ -38,6 +39,12 @@ class Entry:
     agrees: bool = True
     inner: str = "adamw"
     name: str = ""
+    busy: tuple[int, ...] = ()
+
+    @property
+    def quiet(self) -> list[int]:
+        """Steps of the first period at which nothing is communicated."""
+        return [step for step in range(1, self.period) if step not in self.busy]
 
     @property
     def id(self) -> str:
@@ -51,7 +58,7 @@ ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3}),
     Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, name="LocalAdam"),
     Entry(DiLoCo, {"sync_every": 3}),
-    Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, period=4, name="DiLoCo-warmup"),
+    Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, period=4, busy=(1,), name="DiLoCo-warmup"),
 ]
 
 INNERS: dict[str, Inner] = {

@@ -1,0 +1,426 @@
+"""The contract between workers: real processes, different data on each, bits compared after every sync.
+
+Each world size is one group of processes that runs all checks in turn; the tests then look at what it returned.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lowcomm.optim import DiLoCo
+from optimizers_under_test import (
+    ENTRIES,
+    INNERS,
+    Entry,
+    backward,
+    build,
+    everything,
+    model_for,
+    shared_state,
+    train,
+)
+from ranks import run_ranks
+from torch import nn
+from torch.optim import SGD
+
+each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
+
+COMMUNICATION = (
+    "all_reduce all_reduce_coalesced all_gather all_gather_single all_gather_into_tensor all_gather_object "
+    "all_gather_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather "
+    "gather_object irecv isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_single "
+    "reduce_scatter_tensor scatter scatter_object_list send split_group"
+).split()
+
+
+def digest(record: dict[str, Any]) -> str:
+    """A short text that is equal exactly when names, dtypes and bits are."""
+    state = hashlib.blake2b(digest_size=8)
+    for name, value in sorted(record.items()):
+        state.update(name.encode())
+        if isinstance(value, torch.Tensor):
+            state.update(str(value.dtype).encode() + value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            state.update(repr(value).encode())
+    return state.hexdigest()
+
+
+@contextmanager
+def recorded() -> Iterator[list[str]]:
+    """Names of the communicating functions of torch.distributed that are called inside."""
+    calls: list[str] = []
+    originals = {name: getattr(dist, name) for name in COMMUNICATION if hasattr(dist, name)}
+
+    def spy(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return call
+
+    for name, function in originals.items():
+        setattr(dist, name, spy(name, function))
+    try:
+        yield calls
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+
+
+# ---- what runs on every rank -------------------------------------------------------------------------------------
+
+
+def _training(rank: int, entry: Entry, inner: str) -> dict[str, list[Any]]:
+    """Digest of the shared state after every step, after flush, and after a second flush; calls made at every step."""
+    model = model_for(inner, seed=rank)  # construction makes them equal
+    with recorded() as calls:
+        optimizer = entry(INNERS[inner](model.parameters()))
+        constructed = list(calls)
+        digests, made = [digest(shared_state(model, optimizer))], []
+
+        def look(step: int) -> None:
+            digests.append(digest(shared_state(model, optimizer)))
+            made.append(list(calls))
+            calls.clear()
+
+        calls.clear()
+        train(model, optimizer, range(2 * entry.period + 1), rank, look)
+    optimizer.flush()
+    flushed = digest(shared_state(model, optimizer))
+    optimizer.flush()
+    return {
+        "digests": digests,
+        "calls": made,
+        "constructed": constructed,
+        "flushed": [flushed, digest(shared_state(model, optimizer))],
+        "syncs": [optimizer.num_syncs],
+    }
+
+
+def _uneven(rank: int, entry: Entry) -> list[str]:
+    """Rank r has 2 r batches more than rank 0; then an epoch more, saved and resumed after the flush."""
+    model, optimizer = build(entry)
+    digests = []
+    train(model, optimizer, range(entry.period + 1 + 2 * rank), rank)
+    optimizer.flush()
+    digests.append(digest(shared_state(model, optimizer)))
+    other, resumed = build(entry, seed=5)
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(20, 20 + entry.period + rank), rank)
+    optimizer.flush()
+    digests.append(digest(shared_state(model, optimizer)))
+    train(other, resumed, range(20, 20 + entry.period + rank), rank)
+    resumed.flush()
+    digests.append(digest(shared_state(other, resumed)))
+    return digests
+
+
+def _overflow(rank: int, entry: Entry, step_with_inf: int) -> list[Any]:
+    """GradScaler with an infinity on rank 1 only: everybody counts the step and meets at the same sync."""
+    model, optimizer = build(entry)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    digests: list[Any] = []
+    for step in range(entry.period):
+        backward(model, step, rank)
+        for p in model.parameters():
+            p.grad = scaler.scale(p.grad)  # type: ignore[arg-type]
+        if step == step_with_inf and rank == 1:
+            next(model.parameters()).grad[0, 0] = float("inf")  # type: ignore[index]
+        scaler.step(optimizer)
+        scaler.update()
+    optimizer.flush()
+    finite = all(bool(torch.isfinite(p).all()) for p in model.parameters())
+    digests += [digest(shared_state(model, optimizer)), finite, optimizer.param_groups[0]["local_step"]]
+    return [*digests, optimizer.num_syncs]
+
+
+def _gradients_missing(rank: int, entry: Entry) -> list[str]:
+    """Rank 1 has no gradient for the first layer in the first round, and none at all in the second."""
+    model, optimizer = build(entry)
+    for step in range(3 * entry.period):
+        backward(model, step, rank)
+        for name, p in model.named_parameters():
+            if rank == 1 and (name.startswith("0.") or step >= entry.period) and step < 2 * entry.period:
+                p.grad = None
+        optimizer.step()
+    optimizer.flush()
+    return [digest(shared_state(model, optimizer))]
+
+
+def _buffers(rank: int, entry: Entry) -> list[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    optimizer = entry(INNERS["adamw"](model.parameters()), sync_buffers=model)
+    before: dict[str, torch.Tensor] = {}
+    for step in range(entry.period):
+        for _ in range(1 + rank):  # forward passes update the statistics; ranks make different numbers of them
+            backward(model, step, rank)
+        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        optimizer.step()
+    optimizer.flush()
+    return [before, {name: buffer.clone() for name, buffer in model.named_buffers()}]
+
+
+def _two_dtypes(rank: int, entry: Entry) -> list[str]:
+    """A model in parts: one in float32, one in bfloat16. Each part is a message of its own."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Linear(5, 4)
+            self.second = nn.Linear(4, 3).to(torch.bfloat16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(torch.tanh(self.first(x)).to(torch.bfloat16)).float()  # type: ignore[no-any-return]
+
+    torch.manual_seed(rank)
+    model = Parts()
+    optimizer = entry(INNERS["adamw"](model.parameters()))
+    train(model, optimizer, range(2 * entry.period), rank)
+    optimizer.flush()
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+    return [digest(shared_state(model, optimizer))]
+
+
+def _copied(rank: int, entry: Entry) -> list[str]:
+    """A deep copy keeps its process group: the twins make the same run."""
+    model, optimizer = build(entry)
+    train(model, optimizer, range(entry.period + 1), rank)
+    twin_model, twin = copy.deepcopy((model, optimizer))
+    train(model, optimizer, range(9, 9 + entry.period), rank)
+    train(twin_model, twin, range(9, 9 + entry.period), rank)
+    return [digest(everything(model, optimizer)), digest(everything(twin_model, twin))]
+
+
+def _state_asked_for_on_one_rank(rank: int, entry: Entry) -> list[Any]:
+    """Rank 0 alone asks for the optimizer's state, before the first step and in mid-round: nobody communicates."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    inner = "adamw" if "average_state" in entry.options else "sgd"
+    model, optimizer = build(entry, inner)
+    start = {name: p.detach().clone() for name, p in model.named_parameters()}
+    with recorded() as calls:
+        if rank == 0:
+            get_optimizer_state_dict(model, optimizer)
+            assert all(torch.equal(p, start[name]) for name, p in model.named_parameters())
+        asked = list(calls)
+    train(model, optimizer, range(1), rank)
+    with recorded() as calls:
+        if rank == 0:
+            optimizer.state_dict()
+        asked += calls
+    train(model, optimizer, range(1, 2 * entry.period), rank)
+    optimizer.flush()
+    twin, plain = build(entry, inner)
+    train(twin, plain, range(2 * entry.period), rank)
+    plain.flush()
+    return [asked, digest(shared_state(model, optimizer)), digest(shared_state(twin, plain))]
+
+
+def _groups(rank: int, world_size: int) -> dict[str, Any]:
+    """Process groups that are not the world: halves by new_group, and a mesh dimension."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {}
+    for name, group in (("half", halves[rank // 2]), ("mesh", mesh["replicate"])):
+        model = model_for()
+        optimizer = DiLoCo(SGD(model.parameters(), lr=0.1), sync_every=2, process_group=group)
+        train(model, optimizer, range(4), rank)
+        assert optimizer.last_sync is not None and optimizer.last_sync.world_size == 2
+        found[name] = digest(shared_state(model, optimizer))
+    return found
+
+
+def _two_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in ENTRIES:
+        for inner in INNERS:
+            if "average_state" not in entry.options or inner in ("adamw", "nadam"):
+                found[f"training {entry.id} {inner}"] = _training(rank, entry, inner)
+        found[f"uneven {entry.id}"] = _uneven(rank, entry)
+        found[f"overflow {entry.id}"] = [_overflow(rank, entry, step) for step in range(entry.period)]
+        found[f"missing {entry.id}"] = _gradients_missing(rank, entry)
+        found[f"buffers {entry.id}"] = _buffers(rank, entry)
+        found[f"dtypes {entry.id}"] = _two_dtypes(rank, entry)
+        found[f"copied {entry.id}"] = _copied(rank, entry)
+        found[f"asked {entry.id}"] = _state_asked_for_on_one_rank(rank, entry)
+    return found
+
+
+def _more_ranks(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for entry in ENTRIES:
+        found[f"training {entry.id} {entry.inner}"] = _training(rank, entry, entry.inner)
+        found[f"uneven {entry.id}"] = _uneven(rank, entry)
+    if world_size == 4:
+        found["groups"] = _groups(rank, world_size)
+    return found
+
+
+def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """A process group of one makes the same run as no process group."""
+    found = {}
+    for entry in ENTRIES:
+        runs = []
+        for group in (None, dist.group.WORLD):
+            if group is None:
+                dist.destroy_process_group()
+            else:
+                dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+                group = dist.group.WORLD
+            model, optimizer = build(entry)
+            train(model, optimizer, range(2 * entry.period + 1))
+            optimizer.flush()
+            runs.append(digest(everything(model, optimizer)))
+        found[entry.id] = runs
+    return found
+
+
+# ---- the tests ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two() -> list[dict[str, Any]]:
+    return run_ranks(_two_ranks, 2)
+
+
+@pytest.fixture(scope="module")
+def three() -> list[dict[str, Any]]:
+    return run_ranks(_more_ranks, 3)
+
+
+@pytest.fixture(scope="module")
+def four() -> list[dict[str, Any]]:
+    return run_ranks(_more_ranks, 4)
+
+
+def _check_training(entry: Entry, runs: list[dict[str, Any]]) -> None:
+    digests = [run["digests"] for run in runs]
+    assert len({d[0] for d in digests}) == 1, "construction makes workers equal"
+    for step in range(1, 2 * entry.period + 2):
+        agree = len({d[step] for d in digests}) == 1
+        if step % entry.period == 0 and entry.agrees:
+            assert agree, f"workers differ after the sync of step {step}"
+    assert len({d[2 * entry.period + 1] for d in digests}) == len(runs), "workers train on different data"
+    assert len({text for run in runs for text in run["flushed"]}) == 1, "flush makes workers equal, once"
+    assert len({tuple(run["syncs"]) for run in runs}) == 1
+
+
+@each
+@pytest.mark.parametrize("inner", INNERS)
+def test_workers_agree_after_every_sync(two: list[dict[str, Any]], entry: Entry, inner: str) -> None:
+    name = f"training {entry.id} {inner}"
+    if name not in two[0]:
+        pytest.skip("averages Adam's moments")
+    _check_training(entry, [found[name] for found in two])
+
+
+@each
+@pytest.mark.parametrize("world", ["three", "four"])
+def test_more_workers_agree(request: pytest.FixtureRequest, entry: Entry, world: str) -> None:
+    found = request.getfixturevalue(world)
+    _check_training(entry, [one[f"training {entry.id} {entry.inner}"] for one in found])
+    for digests in zip(*(one[f"uneven {entry.id}"] for one in found), strict=True):
+        assert len(set(digests)) == 1
+
+
+@each
+def test_no_communication_between_syncs(two: list[dict[str, Any]], entry: Entry) -> None:
+    """Not one call on a step where nothing is due, and calls in the same order on every rank."""
+    runs = [found[f"training {entry.id} {entry.inner}"] for found in two]
+    for run in runs:
+        for step in entry.quiet:
+            assert run["calls"][step - 1] == [], f"step {step} communicates"
+        assert any(run["calls"]), "the recorder sees the syncs"
+    if entry.agrees:
+        assert runs[0]["constructed"] == runs[1]["constructed"]
+        assert runs[0]["calls"] == runs[1]["calls"]
+
+
+@each
+def test_uneven_batches_end_with_flush(two: list[dict[str, Any]], entry: Entry) -> None:
+    """Workers that run out of data early answer the others; resumed from a checkpoint after the flush alike."""
+    mine, theirs = (found[f"uneven {entry.id}"] for found in two)
+    assert mine == theirs
+    assert mine[1] == mine[2] != mine[0]
+
+
+@each
+def test_infinity_on_one_rank(two: list[dict[str, Any]], entry: Entry) -> None:
+    """GradScaler skips the update on one rank; that rank still counts the step and takes part in the sync."""
+    mine, theirs = (found[f"overflow {entry.id}"] for found in two)
+    assert mine == theirs
+    assert all(finite and steps == entry.period for _, finite, steps, _ in mine)
+
+
+@each
+def test_gradients_missing_on_one_rank(two: list[dict[str, Any]], entry: Entry) -> None:
+    assert two[0][f"missing {entry.id}"] == two[1][f"missing {entry.id}"]
+
+
+@each
+def test_module_buffers_are_averaged(two: list[dict[str, Any]], entry: Entry) -> None:
+    (before_0, after_0), (before_1, after_1) = (found[f"buffers {entry.id}"] for found in two)
+    for name, buffer in after_0.items():
+        assert torch.equal(buffer, after_1[name])
+        if buffer.is_floating_point():
+            assert not torch.equal(before_0[name], before_1[name])
+            torch.testing.assert_close(buffer, (before_0[name] + before_1[name]) / 2)
+        else:
+            assert torch.equal(buffer, before_0[name]) and not torch.equal(buffer, before_1[name])
+            assert buffer.dtype == before_0[name].dtype
+
+
+@each
+def test_parameters_of_two_dtypes(two: list[dict[str, Any]], entry: Entry) -> None:
+    assert two[0][f"dtypes {entry.id}"] == two[1][f"dtypes {entry.id}"]
+
+
+@each
+def test_copies_keep_their_group(two: list[dict[str, Any]], entry: Entry) -> None:
+    for found in two:
+        original, twin = found[f"copied {entry.id}"]
+        assert original == twin
+
+
+@each
+def test_asking_for_state_on_one_rank(two: list[dict[str, Any]], entry: Entry) -> None:
+    """No collective inside state_dict; asked for before training, it changes neither phase nor trajectory.
+
+    With Adam as the inner optimizer the checkpoint helper's own empty step leaves Adam's step counter at 1 (it does so
+    for plain Adam, too), so there only agreement can be asked for.
+    """
+    for found in two:
+        asked, queried, plain = found[f"asked {entry.id}"]
+        assert asked == []
+        assert queried == two[0][f"asked {entry.id}"][1]
+        if "average_state" not in entry.options:
+            assert queried == plain
+
+
+def test_process_groups_that_are_not_the_world(four: list[dict[str, Any]]) -> None:
+    half, mesh = ([found["groups"][name] for found in four] for name in ("half", "mesh"))
+    assert half[0] == half[1] != half[2] == half[3]
+    assert mesh[0] == mesh[2] != mesh[1] == mesh[3]
+
+
+def test_world_of_one_is_no_world() -> None:
+    for name, (without, with_group) in run_ranks(_one_rank, 1)[0].items():
+        assert without == with_group, name
+
+
+def test_recorder_knows_every_communicating_function() -> None:
+    """The list above misses none of what torch.distributed offers."""
+    harmless = ("is_", "get_", "new_subgroups", "destroy", "init_", "Reduce", "gloo", "nccl", "mpi", "ucc", "xccl")
+    words = ("send", "recv", "gather", "scatter", "reduce", "broadcast", "barrier", "all_to_all", "new_group")
+    offered = [name for name in dir(dist) if callable(getattr(dist, name)) and any(word in name for word in words)]
+    offered = [name for name in offered if name[0].islower() and not name.startswith(harmless)]
+    assert set(offered) - set(COMMUNICATION) <= {"supports_complex"}, set(offered) - set(COMMUNICATION)
