@@ -262,8 +262,7 @@ class LowCommOptimizer(Optimizer):
         if not self._counting:
             return
         self._steps += 1
-        for group in self.param_groups:
-            group["local_step"] = self._steps
+        self._set_all("local_step", self._steps)
         if self._steps >= self._next_event and not self._early_events:
             self._run_events()
 

@@ -24,18 +24,20 @@ class Entry:
 
     Attributes:
         cls: the class.
-        options: constructor keywords with which it synchronises everything after every `period` steps.
+        options: constructor keywords with which everything is synchronised at steps `first`, `first + period`, ...
         period: steps between syncs of all parameters.
+        first: step of the first one.
         agrees: all workers hold the same parameters and outer state after such a sync; False where the method keeps
             workers apart by design (they still agree after `flush`).
         inner: the inner optimizer that tests use where it does not matter.
         name: id in test names, when one class is listed twice.
-        busy: steps within the first period, besides its last, at which something is sent.
+        busy: steps before the first sync of everything at which something is sent.
     """
 
     cls: type[LowCommOptimizer]
     options: dict[str, Any] = field(default_factory=dict)
     period: int = 3
+    first: int = 3
     agrees: bool = True
     inner: str = "adamw"
     name: str = ""
@@ -43,8 +45,16 @@ class Entry:
 
     @property
     def quiet(self) -> list[int]:
-        """Steps of the first period at which nothing is communicated."""
-        return [step for step in range(1, self.period) if step not in self.busy]
+        """Steps before the first sync at which nothing is communicated."""
+        return [step for step in range(1, self.first) if step not in self.busy]
+
+    @property
+    def twice(self) -> int:
+        """Steps that contain two syncs."""
+        return self.first + self.period
+
+    def is_sync(self, step: int) -> bool:
+        return step >= self.first and (step - self.first) % self.period == 0
 
     @property
     def id(self) -> str:
@@ -58,7 +68,7 @@ ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3}),
     Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, name="LocalAdam"),
     Entry(DiLoCo, {"sync_every": 3}),
-    Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, period=4, busy=(1,), name="DiLoCo-warmup"),
+    Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, first=4, busy=(1,), name="DiLoCo-warmup"),
 ]
 
 INNERS: dict[str, Inner] = {

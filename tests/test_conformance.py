@@ -88,7 +88,7 @@ def test_takes_what_torch_takes(entry: Entry) -> None:
     for form in forms:
         model = model_for()
         optimizer = entry(AdamW(form(model), lr=0.01))
-        train(model, optimizer, range(2 * entry.period))
+        train(model, optimizer, range(entry.twice))
         results.append(dict(model.state_dict()))
     assert all(not differences(result, results[0]) for result in results)
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -114,11 +114,11 @@ def test_closure(entry: Entry) -> None:
         calls.append(torch.is_grad_enabled())
         return float(backward(model, len(calls) - 1))
 
-    for step in range(2 * entry.period):
+    for step in range(entry.twice):
         loss = optimizer.step(closure) if step % 2 else optimizer.step(closure=closure)
         assert loss == float(backward(twin, step))
         assert plain.step() is None
-    assert calls == [True] * (2 * entry.period)
+    assert calls == [True] * entry.twice
     assert not differences(everything(model, optimizer), everything(twin, plain))
 
 
@@ -147,7 +147,7 @@ def test_step_hooks(entry: Entry) -> None:
 def test_state_dict_hooks(entry: Entry) -> None:
     """All four kinds fire once; what a hook returns is used, and a post hook sees the state as it was saved."""
     model, optimizer = build(entry)
-    train(model, optimizer, range(entry.period + 1))
+    train(model, optimizer, range(entry.first + 1))
     fired: list[str] = []
     optimizer.register_state_dict_pre_hook(lambda opt: fired.append("save pre"))
     optimizer.register_state_dict_post_hook(lambda opt, state: {**state, "note": fired.append("save post")})
@@ -169,7 +169,7 @@ def test_gradients_and_storage_stay(entry: Entry) -> None:
     """`step` neither alters nor replaces `.grad`, and never rebinds a parameter's storage (CUDA graphs, FSDP, ties)."""
     model, optimizer = build(entry)
     addresses = [p.data_ptr() for p in model.parameters()]
-    for step in range(2 * entry.period + 1):
+    for step in range(entry.twice + 1):
         backward(model, step)
         gradients = [p.grad for p in model.parameters()]
         copies = [grad.clone() for grad in gradients]  # type: ignore[union-attr]
@@ -177,7 +177,7 @@ def test_gradients_and_storage_stay(entry: Entry) -> None:
         assert all(p.grad is grad for p, grad in zip(model.parameters(), gradients, strict=True))
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), copies, strict=True))  # type: ignore[arg-type]
     optimizer.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, range(entry.period))
+    train(model, optimizer, range(entry.first))
     assert [p.data_ptr() for p in model.parameters()] == addresses
     optimizer.zero_grad(set_to_none=False)
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
@@ -213,7 +213,7 @@ def test_learns_with_every_inner_optimizer(entry: Entry, inner: str) -> None:
     for _ in range(6):
         train(model, optimizer, range(4))
     assert sum(float(backward(model, step)) for step in range(4)) < first
-    assert optimizer.num_syncs >= 24 // entry.period - 1
+    assert optimizer.num_syncs >= 24 // entry.period - 2
 
 
 @each
@@ -231,7 +231,7 @@ def test_two_inner_optimizers(entry: Entry) -> None:
     model, twin = model_for(), model_for()
     both = entry(split(model))
     each_one = [entry(inner) for inner in split(twin)]
-    for step in range(2 * entry.period + 1):
+    for step in range(entry.twice + 1):
         backward(model, step)
         both.step()
         backward(twin, step)
@@ -313,11 +313,11 @@ def test_scheduler_around_the_inner_optimizer(entry: Entry) -> None:
         scheduler = StepLR(inner, step_size=1, gamma=0.5)
         options = {key: value for key, value in entry.options.items() if key != "average_state"}
         optimizer = Entry(entry.cls, options)(inner)
-        for step in range(entry.period):
+        for step in range(entry.first):
             backward(model, step)
             optimizer.step()
             scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.8 * 0.5**entry.period
+    assert optimizer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 0.8 * 0.5**entry.first
 
 
 @each
@@ -325,7 +325,7 @@ def test_a_learning_rate_of_zero_counts_as_a_step(entry: Entry) -> None:
     """A warm-up that starts at 0 must not shift the sync phase, not even on the first step of all."""
     model, optimizer = build(entry)
     scheduler = LambdaLR(optimizer, lambda step: 0.0 if step in (0, 2) else 1.0)
-    for step in range(entry.period):
+    for step in range(entry.first):
         assert optimizer.num_syncs == 0
         backward(model, step)
         optimizer.step()
@@ -338,7 +338,7 @@ def test_sync_every_can_be_changed_while_training(entry: Entry) -> None:
     if "warmup_steps" in entry.options:
         pytest.skip("counts from the end of the warm-up")
     model, optimizer = build(entry)
-    train(model, optimizer, range(entry.period))
+    train(model, optimizer, range(entry.first))
     for group in optimizer.param_groups:
         group["sync_every"] = 1
     train(model, optimizer, range(2))
@@ -353,10 +353,10 @@ def test_groups_added_while_training(entry: Entry) -> None:
     """A new group is trained, synchronised and saved; it inherits the counters."""
     model = model_for()
     optimizer = entry(AdamW(model[0].parameters(), lr=0.01))
-    train(model, optimizer, range(entry.period + 1))
+    train(model, optimizer, range(entry.first + 1))
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    train(model, optimizer, range(entry.period))
+    train(model, optimizer, range(entry.first))
     assert all(not torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert optimizer.param_groups[1]["local_step"] == optimizer.param_groups[0]["local_step"]
 
@@ -389,13 +389,13 @@ def test_frozen_tied_and_unused_parameters(entry: Entry) -> None:
     model = Tied()
     frozen, unused = model.frozen.weight.detach().clone(), model.unused.weight.detach().clone()
     optimizer = entry(AdamW(model.parameters(), lr=0.01, weight_decay=0.0))
-    train(model, optimizer, range(2 * entry.period))
+    train(model, optimizer, range(entry.twice))
     assert model.second.weight is model.first.weight
     assert torch.equal(model.frozen.weight, frozen)
     assert torch.equal(model.unused.weight, unused)
     assert optimizer.num_syncs >= 2
     model.frozen.weight.requires_grad_(True)
-    train(model, optimizer, range(2 * entry.period))
+    train(model, optimizer, range(entry.twice))
     assert not torch.equal(model.frozen.weight, frozen)
     saved = through_file(optimizer.state_dict())
     optimizer.load_state_dict(saved)
@@ -407,7 +407,7 @@ def test_no_gradients_at_all(entry: Entry) -> None:
     """Steps without any gradient count, synchronise and change nothing."""
     model, optimizer = build(entry)
     before = dict(copy.deepcopy(model.state_dict()))
-    for _ in range(entry.period):
+    for _ in range(entry.first):
         optimizer.step()
     assert optimizer.num_syncs == 1
     assert not differences(dict(model.state_dict()), before)
@@ -423,7 +423,7 @@ def test_grad_scaler(entry: Entry, clip: bool) -> None:
     model, optimizer = build(entry)
     twin, plain = build(entry)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for step in range(2 * entry.period):
+    for step in range(entry.twice):
         backward(model, step)
         for p in model.parameters():
             p.grad = scaler.scale(p.grad)  # type: ignore[arg-type]
@@ -443,7 +443,7 @@ def test_grad_scaler(entry: Entry, clip: bool) -> None:
 def test_grad_scaler_skips_an_overflow_but_counts_it(entry: Entry) -> None:
     model, optimizer = build(entry)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    for step in range(entry.period):
+    for step in range(entry.first):
         backward(model, step)
         if step == 1:
             next(model.parameters()).grad.fill_(float("inf"))  # type: ignore[union-attr]
@@ -451,7 +451,7 @@ def test_grad_scaler_skips_an_overflow_but_counts_it(entry: Entry) -> None:
         scaler.scale(torch.ones(()))
         scaler.step(optimizer)
         scaler.update()
-        if step == 1 and step + 1 != entry.period:
+        if step == 1 and step + 1 != entry.first:
             assert not differences(dict(model.state_dict()), before)
     assert optimizer.num_syncs == 1
     assert all(bool(torch.isfinite(p).all()) for p in model.parameters())
@@ -463,7 +463,7 @@ def test_grad_scaler_skips_an_overflow_but_counts_it(entry: Entry) -> None:
 def test_dtypes(entry: Entry, dtype: torch.dtype) -> None:
     """Outer state is float32 (float64 for float64 parameters), parameters keep their dtype."""
     model, optimizer = build(entry, dtype=dtype)
-    train(model, optimizer, range(entry.period))
+    train(model, optimizer, range(entry.first))
     expected = torch.float64 if dtype == torch.float64 else torch.float32
     for p in model.parameters():
         assert p.dtype == dtype
@@ -483,7 +483,7 @@ def test_copies_are_independent_and_equal(entry: Entry, how: str) -> None:
     model, optimizer = build(entry)
     StepLR(optimizer, step_size=100)
     optimizer.register_step_post_hook(lambda opt, args, kwargs: None)
-    train(model, optimizer, range(entry.period + 1))
+    train(model, optimizer, range(entry.first + 1))
     if how == "deepcopy":
         twin_model, twin = copy.deepcopy((model, optimizer))
     else:

@@ -35,8 +35,8 @@ each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
 COMMUNICATION = (
     "all_reduce all_reduce_coalesced all_gather all_gather_single all_gather_into_tensor all_gather_object "
     "all_gather_coalesced all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather "
-    "gather_object irecv isend monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_single "
-    "reduce_scatter_tensor scatter scatter_object_list send split_group"
+    "gather_object irecv isend monitored_barrier new_group recv recv_object_list reduce reduce_scatter reduce_scatter_single "
+    "reduce_scatter_tensor scatter scatter_object_list send send_object_list split_group"
 ).split()
 
 
@@ -91,7 +91,7 @@ def _training(rank: int, entry: Entry, inner: str) -> dict[str, list[Any]]:
             calls.clear()
 
         calls.clear()
-        train(model, optimizer, range(2 * entry.period + 1), rank, look)
+        train(model, optimizer, range(entry.twice + 1), rank, look)
     optimizer.flush()
     flushed = digest(shared_state(model, optimizer))
     optimizer.flush()
@@ -108,7 +108,7 @@ def _uneven(rank: int, entry: Entry) -> list[str]:
     """Rank r has 2 r batches more than rank 0; then an epoch more, saved and resumed after the flush."""
     model, optimizer = build(entry)
     digests = []
-    train(model, optimizer, range(entry.period + 1 + 2 * rank), rank)
+    train(model, optimizer, range(entry.first + 1 + 2 * rank), rank)
     optimizer.flush()
     digests.append(digest(shared_state(model, optimizer)))
     other, resumed = build(entry, seed=5)
@@ -128,7 +128,7 @@ def _overflow(rank: int, entry: Entry, step_with_inf: int) -> list[Any]:
     model, optimizer = build(entry)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     digests: list[Any] = []
-    for step in range(entry.period):
+    for step in range(entry.first):
         backward(model, step, rank)
         for p in model.parameters():
             p.grad = scaler.scale(p.grad)  # type: ignore[arg-type]
@@ -148,7 +148,7 @@ def _gradients_missing(rank: int, entry: Entry) -> list[str]:
     for step in range(3 * entry.period):
         backward(model, step, rank)
         for name, p in model.named_parameters():
-            if rank == 1 and (name.startswith("0.") or step >= entry.period) and step < 2 * entry.period:
+            if rank == 1 and (name.startswith("0.") or step >= entry.period) and step < entry.twice:
                 p.grad = None
         optimizer.step()
     optimizer.flush()
@@ -160,7 +160,7 @@ def _buffers(rank: int, entry: Entry) -> list[Any]:
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
     optimizer = entry(INNERS["adamw"](model.parameters()), sync_buffers=model)
     before: dict[str, torch.Tensor] = {}
-    for step in range(entry.period):
+    for step in range(entry.first):
         for _ in range(1 + rank):  # forward passes update the statistics; ranks make different numbers of them
             backward(model, step, rank)
         before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -184,7 +184,7 @@ def _two_dtypes(rank: int, entry: Entry) -> list[str]:
     torch.manual_seed(rank)
     model = Parts()
     optimizer = entry(INNERS["adamw"](model.parameters()))
-    train(model, optimizer, range(2 * entry.period), rank)
+    train(model, optimizer, range(entry.twice), rank)
     optimizer.flush()
     assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
     return [digest(shared_state(model, optimizer))]
@@ -193,7 +193,7 @@ def _two_dtypes(rank: int, entry: Entry) -> list[str]:
 def _copied(rank: int, entry: Entry) -> list[str]:
     """A deep copy keeps its process group: the twins make the same run."""
     model, optimizer = build(entry)
-    train(model, optimizer, range(entry.period + 1), rank)
+    train(model, optimizer, range(entry.first + 1), rank)
     twin_model, twin = copy.deepcopy((model, optimizer))
     train(model, optimizer, range(9, 9 + entry.period), rank)
     train(twin_model, twin, range(9, 9 + entry.period), rank)
@@ -217,10 +217,10 @@ def _state_asked_for_on_one_rank(rank: int, entry: Entry) -> list[Any]:
         if rank == 0:
             optimizer.state_dict()
         asked += calls
-    train(model, optimizer, range(1, 2 * entry.period), rank)
+    train(model, optimizer, range(1, entry.twice), rank)
     optimizer.flush()
     twin, plain = build(entry, inner)
-    train(twin, plain, range(2 * entry.period), rank)
+    train(twin, plain, range(entry.twice), rank)
     plain.flush()
     return [asked, digest(shared_state(model, optimizer)), digest(shared_state(twin, plain))]
 
@@ -246,7 +246,7 @@ def _two_ranks(rank: int, world_size: int) -> dict[str, Any]:
             if "average_state" not in entry.options or inner in ("adamw", "nadam"):
                 found[f"training {entry.id} {inner}"] = _training(rank, entry, inner)
         found[f"uneven {entry.id}"] = _uneven(rank, entry)
-        found[f"overflow {entry.id}"] = [_overflow(rank, entry, step) for step in range(entry.period)]
+        found[f"overflow {entry.id}"] = [_overflow(rank, entry, step) for step in range(entry.first)]
         found[f"missing {entry.id}"] = _gradients_missing(rank, entry)
         found[f"buffers {entry.id}"] = _buffers(rank, entry)
         found[f"dtypes {entry.id}"] = _two_dtypes(rank, entry)
@@ -277,7 +277,7 @@ def _one_rank(rank: int, world_size: int) -> dict[str, Any]:
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
                 group = dist.group.WORLD
             model, optimizer = build(entry)
-            train(model, optimizer, range(2 * entry.period + 1))
+            train(model, optimizer, range(entry.twice + 1))
             optimizer.flush()
             runs.append(digest(everything(model, optimizer)))
         found[entry.id] = runs
@@ -305,11 +305,11 @@ def four() -> list[dict[str, Any]]:
 def _check_training(entry: Entry, runs: list[dict[str, Any]]) -> None:
     digests = [run["digests"] for run in runs]
     assert len({d[0] for d in digests}) == 1, "construction makes workers equal"
-    for step in range(1, 2 * entry.period + 2):
+    for step in range(1, entry.twice + 2):
         agree = len({d[step] for d in digests}) == 1
-        if step % entry.period == 0 and entry.agrees:
+        if entry.is_sync(step) and entry.agrees:
             assert agree, f"workers differ after the sync of step {step}"
-    assert len({d[2 * entry.period + 1] for d in digests}) == len(runs), "workers train on different data"
+    assert len({d[entry.twice + 1] for d in digests}) == len(runs), "workers train on different data"
     assert len({text for run in runs for text in run["flushed"]}) == 1, "flush makes workers equal, once"
     assert len({tuple(run["syncs"]) for run in runs}) == 1
 
@@ -358,7 +358,7 @@ def test_infinity_on_one_rank(two: list[dict[str, Any]], entry: Entry) -> None:
     """GradScaler skips the update on one rank; that rank still counts the step and takes part in the sync."""
     mine, theirs = (found[f"overflow {entry.id}"] for found in two)
     assert mine == theirs
-    assert all(finite and steps == entry.period for _, finite, steps, _ in mine)
+    assert all(finite and steps == entry.first for _, finite, steps, _ in mine)
 
 
 @each
