@@ -11,7 +11,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lowcomm.optim import DiLoCo, LocalSGD, LowCommOptimizer
+from lowcomm.optim import (
+    CO2,
+    DiLoCo,
+    EagerDiLoCo,
+    LocalSGD,
+    LowCommOptimizer,
+    SignMomentum,
+    SlowMo,
+    StreamingDiLoCo,
+)
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
@@ -27,21 +36,23 @@ class Entry:
         options: constructor keywords with which everything is synchronised at steps `first`, `first + period`, ...
         period: steps between syncs of all parameters.
         first: step of the first one.
-        agrees: all workers hold the same parameters and outer state after such a sync; False where the method keeps
-            workers apart by design (they still agree after `flush`).
+        agrees: what all workers have in common after such a sync: "all" (parameters and outer state), "outer" (outer
+            state only), or nothing before "flush".
         inner: the inner optimizer that tests use where it does not matter.
         name: id in test names, when one class is listed twice.
         busy: steps before the first sync of everything at which something is sent.
+        elementwise: what happens to a parameter does not depend on which others are in the same wrapper.
     """
 
     cls: type[LowCommOptimizer]
     options: dict[str, Any] = field(default_factory=dict)
     period: int = 3
     first: int = 3
-    agrees: bool = True
+    agrees: str = "all"
     inner: str = "adamw"
     name: str = ""
     busy: tuple[int, ...] = ()
+    elementwise: bool = True
 
     @property
     def quiet(self) -> list[int]:
@@ -69,13 +80,44 @@ ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, name="LocalAdam"),
     Entry(DiLoCo, {"sync_every": 3}),
     Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, first=4, busy=(1,), name="DiLoCo-warmup"),
+    Entry(SlowMo, {"sync_every": 3}),
+    Entry(SlowMo, {"sync_every": 3, "buffers": "average"}, name="SlowMo-average"),
+    Entry(SignMomentum, {"sync_every": 3, "weight_decay": 0.0}),
+    Entry(
+        SignMomentum,
+        {"sync_every": 3, "weight_decay": 0.0, "sign": "ternary", "bound": 1.0},
+        elementwise=False,
+        name="SignMomentum-ternary",
+    ),
+    Entry(CO2, {"sync_every": 3}, first=6, busy=(3,), elementwise=False),
+    Entry(EagerDiLoCo, {"sync_every": 3}, first=6, busy=(3,), agrees="flush"),
+    Entry(EagerDiLoCo, {"sync_every": 3, "delayed": True, "outer_lr": 0.2, "outer_momentum": 0.5}, first=6, busy=(3,), name="DelayedDiLoCo"),
+    Entry(
+        StreamingDiLoCo,
+        {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 1},
+        first=5,
+        period=4,
+        busy=(2, 3, 4),
+        agrees="outer",
+        elementwise=False,
+    ),
+    Entry(
+        StreamingDiLoCo,
+        {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 0},
+        first=4,
+        period=4,
+        busy=(2,),
+        agrees="outer",
+        elementwise=False,
+        name="Streaming-blocking",
+    ),
 ]
 
 INNERS: dict[str, Inner] = {
     "sgd": lambda params: SGD(params, lr=0.1),
-    "momentum": lambda params: SGD(params, lr=0.05, momentum=0.9),
+    "momentum": lambda params: SGD(params, lr=0.01, momentum=0.9),
     "adamw": lambda params: AdamW(params, lr=0.01, eps=1e-4),
-    "adagrad": lambda params: Adagrad(params, lr=0.1),
+    "adagrad": lambda params: Adagrad(params, lr=0.03),
     "nadam": lambda params: NAdam(params, lr=0.01),
 }
 if hasattr(torch.optim, "Muon"):
@@ -142,14 +184,15 @@ def tensors_of(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-PRIVATE = ("inner", "residual", "owner_residual")  # entries of the state that every worker has of its own
+PRIVATE = ("inner", "residual", "owner_residual", "in_flight_0", "own_0")  # entries of the state that every worker has of its own
 
 
-def shared_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Copies of everything that workers must agree on after a sync: parameters and outer state."""
+def shared_state(model: nn.Module, optimizer: Optimizer, parameters: bool = True) -> dict[str, Tensor]:
+    """Copies of what workers must agree on after a sync: parameters (optional) and outer state."""
     record = {}
     for name, p in model.named_parameters():
-        record[name] = p.detach().clone()
+        if parameters:
+            record[name] = p.detach().clone()
         outer = {key: value for key, value in optimizer.state.get(p, {}).items() if key not in PRIVATE}
         record.update({f"{name}:{key}": value.clone() for key, value in tensors_of(outer).items()})
     return record
@@ -176,6 +219,14 @@ def equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         return a.dtype == b.dtype and a.shape == b.shape and a.device == b.device and torch.equal(a, b)
     return bool(type(a) is type(b) and a == b)
+
+
+def syncs_by_step(entry: Entry, steps: int) -> list[int]:
+    """`num_syncs` after each step of an undisturbed run."""
+    model, optimizer = build(entry)
+    counts: list[int] = []
+    train(model, optimizer, range(steps), after=lambda step: counts.append(optimizer.num_syncs))
+    return counts
 
 
 def through_file(value: Any) -> Any:
