@@ -49,6 +49,7 @@ _NOT_COMPARED = ("params", "param_names", *COUNTERS)
 
 # Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
 _STATE_BUCKET, _BUFFER_BUCKET, _COUNTER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18, 1 << 19
+_UNFROZEN_BUCKET = 1 << 22
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -574,6 +575,7 @@ class LowCommOptimizer(Optimizer):
                 exchange.fragment.last_send = sends[exchange.fragment.bucket]
             return True
         self._steps = step
+        self._set_all("local_step", step)
         self._after_send(answers, step)
         self._finish([exchange for exchange in self._in_flight if exchange.due <= step])
         return False
@@ -692,7 +694,12 @@ class LowCommOptimizer(Optimizer):
     # ---- groups, layout ------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group, to the (last) inner optimizer as well; counters continue, new parameters get anchors."""
+        """Add a group, to the (last) inner optimizer as well; counters continue, new parameters get anchors.
+
+        Raises:
+            ValueError, TypeError: torch refuses the group, or workers differ in it and init="check".
+            RuntimeError: an exchange is in flight that the new parameters would cut in two. Call flush() first.
+        """
         known = any(param_group is group for optimizer in self._inners for group in optimizer.param_groups)
         if not known:
             self._inners[-1].add_param_group(param_group)
@@ -701,10 +708,17 @@ class LowCommOptimizer(Optimizer):
             for key in self._ours:
                 param_group.setdefault(key, copy.copy(self.param_groups[0][key]))
         super().add_param_group(param_group)
-        if not known:
+        if known:
+            return
+        try:
             agree_on_tensors(self._named_parameters([param_group]), process_group=self._group, init=self._init)
             if self._ready:
                 self._lay_out()
+        except Exception:
+            self.param_groups.pop()
+            self._inners[-1].param_groups.pop()
+            self._partition()
+            raise
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]
@@ -739,10 +753,12 @@ class LowCommOptimizer(Optimizer):
     def _lay_out(self) -> None:
         """Build fragments for the present parameters; fill them from `self.state`, or from the parameters."""
         home = torch.device("cpu") if self._offload == "cpu" else None
+        saved, partition = self._settled_state(), self._partition()
+        if self._fragments:
+            self._renumber([[p for p, _ in members] for members in partition])
         sends = self.param_groups[0]["last_send"] or []
-        saved = self._settled_state()
         self._fragments, self._in_flight = [], []
-        for bucket, members in enumerate(self._partition()):
+        for bucket, members in enumerate(partition):
             fragment = Fragment(bucket, [p for p, _ in members], [g for _, g in members], home)
             fragment.last_send = sends[bucket] if bucket < len(sends) else self._steps
             if self._needs_anchor():
@@ -754,6 +770,29 @@ class LowCommOptimizer(Optimizer):
         self._ready = True
         for fragment in self._fragments:
             self._bind(fragment)
+
+    def _renumber(self, partition: list[list[Tensor]]) -> None:
+        """Let what is kept by bucket number follow the parameters to the buckets of a new partition.
+
+        Raises:
+            RuntimeError: an exchange is in flight whose parameters would not be a fragment of their own any more.
+        """
+        bucket_of = {id(p): bucket for bucket, members in enumerate(partition) for p in members}
+        places = [{bucket_of[id(p)] for p in f.tensors if id(p) in bucket_of} for f in self._fragments]
+        for exchange in self._in_flight:
+            mine = places[exchange.fragment.bucket]
+            if len(mine) > 1 or sum(bool(mine & place) for place in places) > 1:
+                raise RuntimeError(
+                    "parameters that were added, frozen or unfrozen move others to another fragment while an exchange "
+                    "is in flight; call flush() on all workers before the change"
+                )
+        flying = [(min(places[x.fragment.bucket]), x.due) for x in self._in_flight if places[x.fragment.bucket]]
+        self._set_all("in_flight", [n for pair in flying for n in pair])
+        sends = [self._steps] * len(partition)
+        for fragment, place in zip(self._fragments, places, strict=True):
+            for bucket in place:
+                sends[bucket] = min(sends[bucket], fragment.last_send)
+        self._set_all("last_send", sends)
 
     def _buffer_names(self) -> tuple[str, ...]:
         """Names of the flat float buffers of a fragment besides the anchor; kept in checkpoints."""
@@ -854,7 +893,7 @@ class LowCommOptimizer(Optimizer):
         slots: dict[int, int] = defaultdict(int)
         for bucket, due in zip(pairs[::2], pairs[1::2], strict=True):
             fragment = self._fragments[bucket]
-            result = fragment.take_message()
+            result = fragment.take_message().zero_()
             self._gather(fragment, saved, f"in_flight_{slots[bucket]}", result)
             own = torch.zeros_like(result) if self._keeps_own else None
             if own is not None:
@@ -864,10 +903,23 @@ class LowCommOptimizer(Optimizer):
             self._in_flight.append(InFlight(fragment, due, Arrived(result, receipt), own=own))
 
     def _refresh_layout(self) -> None:
-        """Lay out again if parameters were frozen or unfrozen since."""
-        laid_out = [id(p) for fragment in self._fragments for p in fragment.tensors]
-        if sorted(laid_out) != sorted(id(p) for p in self._trainable()):
-            self._lay_out()
+        """Lay out again if parameters were frozen or unfrozen since.
+
+        Unfrozen ones have been trained apart without an anchor: they start from their mean.
+        """
+        if sum(len(optimizer.param_groups) for optimizer in self._inners) != len(self.param_groups):
+            raise RuntimeError("a group was added to the inner optimizer; add it to the wrapper: add_param_group")
+        laid_out = {id(p) for fragment in self._fragments for p in fragment.tensors}
+        present = self._trainable()
+        if laid_out == {id(p) for p in present}:
+            return
+        new = [p for p in present if id(p) not in laid_out]
+        for index, part in enumerate(self._fragments_of(new) if self._needs_anchor() else []):
+            message = part.pack_values(part.take_message())
+            work = self._dense.reduce(message, bucket=_UNFROZEN_BUCKET + index, round=self._round)
+            self.bytes_sent += work.wait().bytes_sent
+            part.write(work.result)
+        self._lay_out()
 
     def _take_anchors(self) -> None:
         for fragment in self._fragments:
