@@ -71,6 +71,9 @@ class Entry:
     def id(self) -> str:
         return self.name or self.cls.__name__
 
+    def __str__(self) -> str:
+        return self.id
+
     def __call__(self, inner: Any, **options: Any) -> LowCommOptimizer:
         return self.cls(inner, **{**self.options, **options})
 
@@ -91,7 +94,13 @@ ENTRIES = [
     ),
     Entry(CO2, {"sync_every": 3}, first=6, busy=(3,), elementwise=False),
     Entry(EagerDiLoCo, {"sync_every": 3}, first=6, busy=(3,), agrees="flush"),
-    Entry(EagerDiLoCo, {"sync_every": 3, "delayed": True, "outer_lr": 0.2, "outer_momentum": 0.5}, first=6, busy=(3,), name="DelayedDiLoCo"),
+    Entry(
+        EagerDiLoCo,
+        {"sync_every": 3, "delayed": True, "outer_lr": 0.2, "outer_momentum": 0.5},
+        first=6,
+        busy=(3,),
+        name="DelayedDiLoCo",
+    ),
     Entry(
         StreamingDiLoCo,
         {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 1},
@@ -184,7 +193,13 @@ def tensors_of(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]:
     return found
 
 
-PRIVATE = ("inner", "residual", "owner_residual", "in_flight_0", "own_0")  # entries of the state that every worker has of its own
+PRIVATE = (
+    "inner",
+    "residual",
+    "owner_residual",
+    "in_flight_0",
+    "own_0",
+)  # entries of the state that every worker has of its own
 
 
 def shared_state(model: nn.Module, optimizer: Optimizer, parameters: bool = True) -> dict[str, Tensor]:
