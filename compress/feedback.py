@@ -188,7 +188,7 @@ class EMAFeedback(Feedback):
         if self.reset_every and step % self.reset_every == 0:
             e = torch.zeros_like(e)
         flags = codec.encode_feedback(x, e, x, out, step=step, rank=rank, bucket=bucket)
-        return flags, {"residual": x.mul_(1 - self.beta).add_(e * self.beta)}
+        return flags, {"residual": x.lerp_(e, self.beta)}
 
     def discard(self, x: Tensor, state: State) -> State:
         return {"residual": _finite_(x.add_(state["residual"]))}
@@ -283,9 +283,7 @@ class EF21SGDM(Feedback):
 
     def _momentum(self, g: Tensor, v: Tensor) -> Tensor:
         # An all-zero v has seen no gradient yet: there v = g. Decided on the device, without waiting for it.
-        started = v.any()
-        keep = torch.where(started, 1 - self.eta, 0.0)
-        return g.mul_(torch.where(started, self.eta, 1.0)).add_(v * keep)
+        return torch.lerp(v, g, torch.where(v.any(), self.eta, 1.0), out=g)
 
     def aggregate(self, mean: Tensor, candidate: State) -> Tensor:
         return _add_aggregate(mean, candidate)
