@@ -8,6 +8,7 @@ from lowcomm import __version__
 TOOLS = {
     "demo": "DiLoCo against synchronous data parallel on two local workers",
     "bench": "speed, rate and error of codecs",
+    "compare": "any methods and codecs side by side, at equal tokens",
 }
 
 USAGE = (
@@ -26,11 +27,19 @@ def main(argv: list[str] | None = None) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE)
         return 0 if arguments else 2
-    if arguments[0] not in TOOLS:
-        print(f"lowcomm: unknown tool {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
+    name = arguments[0]
+    if name not in TOOLS:
+        print(f"lowcomm: unknown tool {name!r}\n\n{USAGE}", file=sys.stderr)
         return 2
-    tool = importlib.import_module(f"lowcomm.recipes.{arguments[0]}")
-    return int(tool.main(arguments[1:]) or 0)
+    tool = importlib.import_module(f"lowcomm.recipes.{name}")
+    try:
+        return int(tool.main(arguments[1:]) or 0)
+    except KeyboardInterrupt:
+        print(f"\nlowcomm {name}: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, RuntimeError) as error:
+        print(f"lowcomm {name}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
