@@ -24,14 +24,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-
-import lowcomm
 from lowcomm.recipes import plot
 from lowcomm.recipes.data import load_text
 from lowcomm.recipes.model import ModelSettings, Transformer
 from lowcomm.recipes.progress import Progress
 from lowcomm.recipes.report import summarize, table
 from lowcomm.recipes.training import Method, Record, Settings, run_workers
+
+import lowcomm
 
 __all__ = ["Run", "add_arguments", "compare", "main", "parse_call"]
 
@@ -146,7 +146,8 @@ def compare(tool: str, runs: Sequence[Run], options: argparse.Namespace, argv: S
         def on_report(report: dict[str, Any]) -> None:
             progress.update(report)
             if "records" in report:
-                write_log(paths[report["job"]], *jobs[report["job"]], options.workers, report["records"])
+                run, each = jobs[report["job"]]
+                write_log(paths[report["job"]], run, each, options.workers, report["records"])
 
         results = run_workers([(each, run.method) for run, each in jobs], text, options.workers, on_report)
     logs: dict[str, list[list[Record]]] = {run.name: [] for run in runs}

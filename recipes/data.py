@@ -148,8 +148,8 @@ class Batches:
         usable = text.numel() - 1 - (length - 1)  # after the largest offset
         if usable // length < size * world_size:
             raise ValueError(
-                f"{text.numel()} bytes of text are too few for {world_size} workers with batches of {size} sequences of "
-                f"{length} bytes; use more text or a smaller batch"
+                f"{text.numel()} bytes of text are too few for {world_size} workers with batches of {size} sequences "
+                f"of {length} bytes; use more text or a smaller batch"
             )
         self.text, self.size, self.length = text, size, length
         self.rank, self.world_size, self.seed = rank, world_size, seed

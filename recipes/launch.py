@@ -12,10 +12,10 @@ import sys
 import tempfile
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def launch(
     """
     with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
         job = (pickle.dumps((function, args)), world_size, os.path.join(folder, "store"), threads)
-        processes: list[BaseProcess] = []
+        processes: list[SpawnProcess] = []
         pipes: list[Connection] = []
         try:
             with _interrupts_deferred(), _environment(_worker_environment(threads)):
@@ -71,7 +71,7 @@ def launch(
                 process.join()
 
 
-def _collect(processes: list[BaseProcess], pipes: list[Connection], on_report: Report | None) -> list[Any]:
+def _collect(processes: Sequence[SpawnProcess], pipes: list[Connection], on_report: Report | None) -> list[Any]:
     results: dict[int, Any] = {}
     while len(results) < len(processes):
         for ready in wait([pipe for rank, pipe in enumerate(pipes) if rank not in results]):

@@ -9,7 +9,7 @@ from typing import Any
 
 from lowcomm.recipes.training import Record
 
-__all__ = ["summarize", "table", "time_to_loss"]
+__all__ = ["align", "summarize", "table", "time_to_loss"]
 
 BANDWIDTHS = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9}  # bits per second, each worker's uplink
 INITIAL_LOSS = math.log(256)  # of a model that knows nothing about bytes
@@ -62,7 +62,7 @@ def time_to_loss(records: Sequence[Record], target: float, bandwidth: float) -> 
     Time and bytes are interpolated between validations. The time is what was measured without the waiting, plus the
     bytes sent over the bandwidth, nothing overlapped: computed, not measured.
     """
-    before = {"validation_loss": INITIAL_LOSS, "seconds": 0.0, "blocked_seconds": 0.0, "bytes_sent": 0}
+    before: Record = {"validation_loss": INITIAL_LOSS, "seconds": 0.0, "blocked_seconds": 0.0, "bytes_sent": 0}
     for record in records:
         if record["validation_loss"] <= target:
             drop = before["validation_loss"] - record["validation_loss"]
@@ -74,7 +74,7 @@ def time_to_loss(records: Sequence[Record], target: float, bandwidth: float) -> 
 
 def slow_time(record: Record, bandwidth: float) -> float:
     compute: float = record["seconds"] - record["blocked_seconds"]
-    return compute + 8 * record["bytes_sent"] / bandwidth
+    return compute + 8 * int(record["bytes_sent"]) / bandwidth
 
 
 def table(summary: dict[str, Any]) -> str:
@@ -94,11 +94,6 @@ def table(summary: dict[str, Any]) -> str:
         ]
         for run in summary["runs"]
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    lines = [
-        row[0].ljust(widths[0]) + "".join("  " + c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))
-        for row in rows
-    ]
     seeds = len(summary["target_loss"])
     target = statistics.fmean(summary["target_loss"])
     note = (
@@ -107,4 +102,17 @@ def table(summary: dict[str, Any]) -> str:
         f"{target:.4f}, which all reach, on a network of that bandwidth: computed as measured time without the waiting "
         "plus bytes over bandwidth."
     )
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:], "", note])
+    return align(rows, left=1) + "\n\n" + note
+
+
+def align(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Columns of equal width under a ruled head; the first `left` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])

@@ -11,7 +11,6 @@ import os
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
 from lowcomm.compress import Int4
 from lowcomm.optim import DiLoCo
 from lowcomm.recipes.data import Batches, load_text

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
-
 from lowcomm.recipes.data import Batches, Text, windows
 from lowcomm.recipes.launch import Report, launch
 from lowcomm.recipes.model import ModelSettings, Transformer
+from torch import Tensor, nn
 
 __all__ = ["Method", "Record", "Settings", "evaluate", "inner_optimizer", "run_workers", "schedule", "train"]
 
@@ -166,10 +165,9 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, text: Tensor, count: int, rank: int = 0, world_size: int = 1) -> float:
+def evaluate(model: Transformer, text: Tensor, count: int, rank: int = 0, world_size: int = 1) -> float:
     """Mean cross-entropy in nats over `count` evenly spread sequences; the workers share the work."""
     context = model.settings.context
-    assert isinstance(context, int)
     starts = torch.linspace(0, text.numel() - context - 1, count, dtype=torch.float64).long()
     total = torch.zeros((), dtype=torch.float64)
     for chosen in starts[rank::world_size].split(EVALUATION_BATCH):
