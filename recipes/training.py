@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -114,7 +114,7 @@ def train(
     optimizer = inner if local is None else local
     scheduler = schedule(optimizer, settings.steps, settings.lr_warmup)
     batches = iter(Batches(text.train, settings.batch, settings.model.context, rank, world_size, settings.seed))
-    traffic: Traffic = SynchronousTraffic(model) if local is None else LocalTraffic(local)
+    traffic: Traffic = SynchronousTraffic(model) if local is None else LocalTraffic(model, local)
     meter = Meter(report, settings.steps)
     records: list[Record] = []
     for step in range(1, settings.steps + 1):
@@ -223,13 +223,17 @@ class SynchronousTraffic(Traffic):
 class LocalTraffic(Traffic):
     """A low-communication optimizer, which does its own accounting."""
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
         self.seen: object = None
 
     def after_step(self, last: bool) -> None:
+        self._account()
         if last:
             self.optimizer.flush()
+            self._account()
+
+    def _account(self) -> None:
         receipt = self.optimizer.last_sync
         if receipt is not self.seen:
             self.blocked_seconds += receipt.blocked_ms / 1e3
@@ -237,9 +241,27 @@ class LocalTraffic(Traffic):
         self.bytes_sent = self.optimizer.bytes_sent
         self.syncs = self.optimizer.num_syncs
 
-    def shared_weights(self) -> AbstractContextManager[None]:
-        context: AbstractContextManager[None] = self.optimizer.global_weights()
-        return context
+    @contextmanager
+    def shared_weights(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.optimizer.global_weights())
+            except RuntimeError:  # the method has no anchor: the mean is what its next sync would give
+                stack.enter_context(mean_weights(self.model))
+            yield
+
+
+@contextmanager
+def mean_weights(model: nn.Module) -> Iterator[None]:
+    """Inside, the model has the mean of all workers' weights."""
+    own = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.all_reduce(p)
+            p /= dist.get_world_size()
+        yield
+        for p, value in zip(model.parameters(), own, strict=True):
+            p.copy_(value)
 
 
 class Meter:
