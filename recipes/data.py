@@ -5,7 +5,6 @@ Validation text comes from files (or documents) that no worker trains on.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import itertools
 import os
@@ -19,7 +18,7 @@ from torch import Tensor
 
 __all__ = ["Batches", "Text", "load_text", "windows"]
 
-HELD_OUT = 20  # one file in this many is for validation
+HELD_OUT = 20  # one document in this many is for validation
 MAX_BYTES = 1 << 28  # read no more than this many bytes of text
 SKIPPED_FOLDERS = ("__pycache__", "encodings", "site-packages", "test", "tests", "idle_test", "pydoc_data")
 SEPARATOR = b"\n\0"  # between documents
@@ -69,8 +68,8 @@ def load_text(path: str | None = None, dataset: str | None = None) -> Text:
     return checked(path, content[:cut], content[cut:])
 
 
-def folder_documents(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
-    """(relative name, content) of the files below `root`, in the order of their names; binary files are left out."""
+def folder_documents(root: Path, pattern: str) -> Iterator[bytes]:
+    """The files below `root`, in the order of their names; binary files are left out."""
     names = sorted(
         file.relative_to(root).as_posix()
         for file in root.rglob(pattern)
@@ -80,29 +79,28 @@ def folder_documents(root: Path, pattern: str) -> Iterator[tuple[str, bytes]]:
         if (root / name).is_file():
             content = (root / name).read_bytes()
             if b"\0" not in content:
-                yield name, content
+                yield content
 
 
-def huggingface_documents(name: str) -> Iterator[tuple[str, bytes]]:
-    """(running number, content) of the column "text" of a dataset's split "train"."""
+def huggingface_documents(name: str) -> Iterator[bytes]:
+    """The column "text" of a dataset's split "train"."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:
         raise RuntimeError(f"reading hf:{name} takes the datasets package: pip install 'lowcomm[hf]'") from None
     rows = datasets.load_dataset(name, split="train", streaming=True)
-    for number, row in enumerate(rows):
+    for row in rows:
         if "text" not in row:
             raise ValueError(f"dataset {name!r} has no column 'text' but {sorted(row)}")
-        yield str(number), row["text"].encode()
+        yield row["text"].encode()
 
 
-def split_documents(name: str, documents: Iterable[tuple[str, bytes]]) -> Text:
-    """Put about one document in `HELD_OUT` aside; which ones depends on their names alone, not on their neighbours."""
+def split_documents(name: str, documents: Iterable[bytes]) -> Text:
+    """Put the first of every `HELD_OUT` documents aside for validation."""
     parts: tuple[list[bytes], list[bytes]] = ([], [])
     size = 0
-    for title, content in documents:
-        digest = hashlib.sha256(title.encode()).digest()
-        parts[int.from_bytes(digest[:4], "big") % HELD_OUT == 0].append(content)
+    for number, content in enumerate(documents):
+        parts[number % HELD_OUT == 0].append(content)
         size += len(content)
         if size >= MAX_BYTES:
             break
