@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,14 @@ SHORT = [*TINY, "--steps", "12", "--evaluations", "3", "--validation-windows", "
 def lowcomm(*arguments: str, **options: object) -> "subprocess.CompletedProcess[str]":
     command = [sys.executable, "-m", "lowcomm", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, **options)  # type: ignore[call-overload, no-any-return]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +105,7 @@ def test_plot_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_compare_runs_methods_and_codecs(tmp_path: Path, text_folder: Path) -> None:
     done = lowcomm(
-        "compare", "DiLoCo(outer_lr=1.0, outer_momentum=0.0)", "LocalSGD", "--codec", "Int8", *SHORT,
+        "compare", "DiLoCo(outer_lr=1.0, outer_momentum=0.0)", "LocalSGD", "--codec", "Int8", *SHORT, "--evaluations", "6",
         "--text", str(text_folder), "--output", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
