@@ -258,7 +258,7 @@ def mean_weights(model: nn.Module) -> Iterator[None]:
     with torch.no_grad():
         for p in model.parameters():
             dist.all_reduce(p)
-            p /= dist.get_world_size()
+            p.div_(dist.get_world_size())
         yield
         for p, value in zip(model.parameters(), own, strict=True):
             p.copy_(value)

@@ -105,8 +105,8 @@ def test_plot_is_optional(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_compare_runs_methods_and_codecs(tmp_path: Path, text_folder: Path) -> None:
     done = lowcomm(
-        "compare", "DiLoCo(outer_lr=1.0, outer_momentum=0.0)", "LocalSGD", "--codec", "Int8", *SHORT, "--evaluations", "6",
-        "--text", str(text_folder), "--output", str(tmp_path),
+        "compare", "DiLoCo(outer_lr=1.0, outer_momentum=0.0)", "LocalSGD", "--codec", "Int8", *SHORT,
+        "--evaluations", "6", "--text", str(text_folder), "--output", str(tmp_path),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     runs = {run["name"]: run for run in json.loads(done.stdout.splitlines()[-1])["runs"]}
