@@ -6,17 +6,39 @@ from .fingerprint import agree_on_tensors, fingerprint
 from .groups import resolve_group
 from .handover import gather_rows, send_to
 from .receipt import Receipt
+from .robust import (
+    CenteredClipping,
+    GeometricMedian,
+    GradientAgreement,
+    Krum,
+    MajorityVote,
+    Median,
+    NormalizedMean,
+    NormMedianClip,
+    Rule,
+    TrimmedMean,
+)
 
 __all__ = [
     "Aborted",
     "AllReduce",
+    "CenteredClipping",
     "CorruptFrame",
     "Disagreement",
+    "GeometricMedian",
+    "GradientAgreement",
+    "Krum",
+    "MajorityVote",
+    "Median",
     "NonFinite",
+    "NormMedianClip",
+    "NormalizedMean",
     "PeerFailure",
     "PeerTimeout",
     "Receipt",
+    "Rule",
     "SyncError",
+    "TrimmedMean",
     "Work",
     "agree_on_tensors",
     "fingerprint",

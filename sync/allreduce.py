@@ -37,6 +37,7 @@ from .hello import (
 from .lane import lane_of
 from .peers import Peers, network_error
 from .receipt import Receipt
+from .robust import Rule
 from .states import States
 from .two_phase import TwoPhase
 
@@ -125,7 +126,7 @@ class AllReduce:
             and re-encodes one slice; 2 / N of the bytes), or "auto": two phases for codecs that can be applied again,
             from three ranks on.
         reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
-            ranks that sent a value other than zero there.
+            ranks that sent a value other than zero there; or a robust rule, such as `Median()`, which needs a codec.
         second_codec: codec of the second phase; None: the same.
         nonfinite: what all ranks do when any rank offers NaN or infinity. "raise": NonFinite everywhere; "skip": the
             round is dropped, the result is zero and the receipt says `skipped`; "use": go on (a codec encodes such
@@ -149,20 +150,21 @@ class AllReduce:
         feedback: Feedback | str | None = None,
         *,
         algorithm: str = "auto",
-        reduce: str = "mean",
+        reduce: str | Rule = "mean",
         second_codec: Codec | None = None,
         nonfinite: str = "raise",
         confirm: bool = True,
     ) -> None:
         _check_option("algorithm", algorithm, _ALGORITHMS)
-        _check_option("reduce", reduce, _REDUCTIONS)
+        if not isinstance(reduce, Rule):
+            _check_option("reduce", reduce, _REDUCTIONS)
         _check_option("nonfinite", nonfinite, _POLICIES)
         self._group: Any | None = resolve_group(process_group)
         self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
         self._second_codec = second_codec
         self._algorithm_option, self._reduce, self._nonfinite, self._confirm = algorithm, reduce, nonfinite, confirm
         self._buffers = Buffers()
-        self._states = States(self._feedback, self._buffers)
+        self._states = States(self._feedback, self._buffers, self._chained())
         self._join(self._group)
 
     def connect(self, process_group: Any = None) -> None:
@@ -189,7 +191,7 @@ class AllReduce:
         snapshot = state.pop("snapshot")
         self.__dict__.update(state)
         self._buffers = Buffers()
-        self._states = States(self._feedback, self._buffers)
+        self._states = States(self._feedback, self._buffers, self._chained())
         self._states.restore(snapshot)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AllReduce:
@@ -200,11 +202,16 @@ class AllReduce:
         twin._join(self._group)
         return twin
 
+    def _chained(self) -> bool:
+        return self._feedback is not None or (isinstance(self._reduce, Rule) and self._reduce.stateful)
+
     def _choose(self) -> Algorithm:
         codec, second = self._codec, self._second_codec
         if codec is None:
             if self._algorithm_option != "auto" or second is not None:
                 raise ValueError("codec=None uses the backend's all-reduce: leave algorithm and second_codec unset")
+            if isinstance(self._reduce, Rule):
+                raise ValueError(f"{self._reduce} needs the vectors of single ranks: give a codec that is exact")
             return Dense(self._reduce)
         if not isinstance(codec, Codec) or not isinstance(second, Codec | None):
             raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
@@ -398,7 +405,8 @@ class AllReduce:
         )
 
     def _settings(self, exchange: Exchange) -> dict[str, object]:
-        options = {"reduce": self._reduce, "nonfinite": self._nonfinite, "confirm": self._confirm}
+        reduce = self._reduce if isinstance(self._reduce, str) else repr(self._reduce)
+        options = {"reduce": reduce, "nonfinite": self._nonfinite, "confirm": self._confirm}
         return {**self._algorithm.settings(), "dtype": str(exchange.flat.dtype), **options}
 
     def _description(self, exchange: Exchange) -> dict[str, object]:
@@ -413,7 +421,7 @@ class AllReduce:
             return
         if receipt.flags & (HAS_NAN | HAS_INF) and self._refuse(exchange, hellos):
             return
-        shares = Shares.of([hello.weight for hello in hellos], self._reduce)
+        shares = Shares.of([hello.weight for hello in hellos], self._reduce == "sum")
         lengths = [hello.frame_bytes for hello in hellos]
         error: Exception | None = None
         try:
@@ -421,6 +429,9 @@ class AllReduce:
         except Exception as own:
             error = own
         self._vote(exchange, peers, error)
+        if exchange.result is None:
+            self._skip(exchange)  # a robust rule found nothing to agree on
+            return
         # The sum of finite vectors may overflow: owners report that in the second phase.
         if receipt.flags & (HAS_NAN | HAS_INF):
             self._refuse(exchange, hellos)
@@ -461,17 +472,20 @@ class AllReduce:
 
     def state_names(self) -> tuple[str, ...]:
         """Names of the tensors that `state` has after the first exchange."""
-        if self._feedback is None:
-            return ()
-        names = tuple(self._feedback.init(0, torch.device("cpu")))
-        return (*names, "owner_residual") if isinstance(self._algorithm, TwoPhase) else names
+        two_phase = isinstance(self._algorithm, TwoPhase)
+        names = [] if self._feedback is None else list(self._feedback.init(0, torch.device("cpu")))
+        if self._feedback is not None and two_phase:
+            names.append("owner_residual")
+        if isinstance(self._reduce, Rule) and self._reduce.stateful:
+            names.append("owner_previous" if two_phase else "previous")
+        return tuple(names)
 
     def state(self, bucket: int = 0) -> State:
         """A copy of the newest feedback state of a bucket: named flat tensors. Empty before the first exchange.
 
         That is the committed state or, where held exchanges have ended well, the one they will commit. "residual" and
-        others of the feedback rule have the length of the vector; "owner_residual" (two-phase) has the length of
-        `owner_slice`.
+        others of the feedback rule have the length of the vector; "owner_residual" and "owner_previous" (two-phase)
+        have the length of `owner_slice`.
         """
         return self._states.copy(bucket)
 

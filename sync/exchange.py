@@ -41,8 +41,10 @@ class Exchange:
     previous: Exchange | None = None  # an earlier exchange of the same bucket, not finished when this one started
     base: State | None = None  # the feedback state this exchange builds on
     candidate: State | None = None  # what replaces it on success
-    owner_base: Tensor | None = None
-    owner_candidate: Tensor | None = None
+    owner_base: State = field(
+        default_factory=dict
+    )  # what the reducing side keeps: the owner's residual, a rule's memory
+    owner_candidate: State = field(default_factory=dict)
     frames: Tensor | None = None  # uint8, what this rank sends first
     flags: int = 0
     error: BaseException | None = None
@@ -74,7 +76,8 @@ class Exchange:
         """Committed or failed: drop what is not needed any more."""
         self.settled = True
         self.drive = self.describe = self.previous = None
-        self.base = self.candidate = self.owner_base = self.owner_candidate = self.frames = None
+        self.base = self.candidate = self.frames = None
+        self.owner_base, self.owner_candidate = {}, {}
 
     def publish(self) -> None:
         """Wake the waiters."""
@@ -110,15 +113,15 @@ class Shares:
     divisor: float
 
     @classmethod
-    def of(cls, weights: Sequence[float], reduce: str) -> Shares:
-        """From the averaging weights, which every rank knows.
+    def of(cls, weights: Sequence[float], plain_sum: bool = False) -> Shares:
+        """From the averaging weights, which every rank knows; `plain_sum`: sum_r weights[r] * x_r, undivided.
 
         Equal weights give factors of exactly 1; a common power of two changes nothing in the others.
 
-        >>> Shares.of([3.0, 0.0, 3.0], "mean")
+        >>> Shares.of([3.0, 0.0, 3.0])
         Shares(factors=(1.0, 0.0, 1.0), divisor=2.0)
         """
-        if reduce == "sum":
+        if plain_sum:
             return cls(tuple(_float32(w) for w in weights), 1.0)
         positive = {w for w in weights if w > 0}
         if len(positive) == 1:

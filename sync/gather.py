@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ..compress import Codec, Feedback
 from .exchange import Buffers, Exchange, Shares, Stopwatch, initial_state
-from .frames import ABSENT, HEADER_BYTES, frame_bytes, parse_frame, write_header
+from .frames import HEADER_BYTES, frame_bytes, parse_frame, write_header
 from .peers import FIRST, Peers
-from .reduction import add_message, divide
+from .reduction import Message, Reduction
+from .robust import Rule
 
 __all__ = ["AllGather"]
 
@@ -28,7 +29,7 @@ class AllGather:
 
     name = "all_gather"
 
-    def __init__(self, codec: Codec, feedback: Feedback | None, reduce: str, buffers: Buffers) -> None:
+    def __init__(self, codec: Codec, feedback: Feedback | None, reduce: str | Rule, buffers: Buffers) -> None:
         self._codec, self._feedback, self._reduce, self._buffers = codec, feedback, reduce, buffers
 
     def settings(self) -> dict[str, object]:
@@ -58,24 +59,26 @@ class AllGather:
         slots = [self._buffers.take(length, torch.uint8, device) for length in lengths]
         arrival = peers.all_gather(exchange.frames, slots, FIRST)
         total = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
-        total.zero_()
-        counts = torch.zeros_like(total) if self._reduce == "mean_contributors" else None
-        with arrival:
+        with arrival, Stopwatch() as watch:
+            before = peers.wire_seconds
+            reduction = Reduction(self._reduce, shares, total)
             for rank, factor in enumerate(shares.factors):
-                frame = arrival.slot(rank)
-                with Stopwatch() as watch:
-                    self._add(frame, rank, factor, exchange, total, counts)
-                exchange.receipt.decode_ms += watch.ms
-        exchange.result = divide(total, counts, shares.divisor)
+                message = self._message(arrival.slot(rank), rank, exchange)
+                reduction.add(message, factor)
+            exchange.result = reduction.result(_whole, exchange.owner_base.get("previous"), exchange.round)
+        exchange.receipt.decode_ms += watch.ms - (peers.wire_seconds - before) * 1e3
+        if isinstance(self._reduce, Rule) and self._reduce.stateful and exchange.result is not None:
+            exchange.owner_candidate = {"previous": exchange.result.clone()}
         self._buffers.give(exchange.frames, *slots)
 
-    def _add(
-        self, frame: Tensor, rank: int, factor: float, exchange: Exchange, total: Tensor, counts: Tensor | None
-    ) -> None:
-        length, codec = self._codec.nbytes(exchange.elements), self._codec
-        header, body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=rank)
-        if factor != 0.0 and not header.flags & ABSENT:
-            add_message(codec, body, total, counts, factor, exchange.round, rank, exchange.bucket)
+    def _message(self, frame: Tensor, rank: int, exchange: Exchange) -> Message:
+        codec = self._codec
+        body = parse_frame(frame, codec.nbytes(exchange.elements), codec=codec.id, round=exchange.round, sender=rank)[1]
+        return Message(codec, body, exchange.round, rank, exchange.bucket)
+
+
+def _whole(partial: Tensor) -> Tensor:
+    return partial
 
 
 def encode(codec: Codec, feedback: Feedback | None, exchange: Exchange, body: Tensor) -> None:

@@ -20,7 +20,9 @@ from .errors import PeerFailure, PeerTimeout
 
 T = TypeVar("T")
 _TAG = 0x4C430000  # of our point-to-point messages, so that they never match the user's
-HELLO, FIRST, SECOND, VOTE = range(4)  # kinds of messages: one left over by a failure is never taken for another kind
+HELLO, FIRST, SECOND, VOTE, PARTIAL = range(
+    5
+)  # kinds of messages: one left over by a failure is never taken for another kind
 
 
 class Peers:

@@ -1,50 +1,108 @@
-"""The ordered float32 sum that every compressed algorithm uses, and its division."""
+"""Combine the messages of all ranks into one vector, in rank order, the same bits wherever it is done.
+
+    acc = 0;  for r = 0 .. N-1: acc = fl(acc + fl(w_r * d_r));  result = acc / sum w
+
+or coordinate by coordinate / the number of contributors, or by a robust rule.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..compress import Codec
-from .errors import CorruptFrame
+from .errors import CorruptFrame, SyncError
+from .exchange import Shares
+from .robust import Rule
 
-__all__ = ["add_message", "divide"]
+__all__ = ["Message", "Reduction", "checked"]
+
+Total = Callable[[Tensor], Tensor]
 
 
-def add_message(
-    codec: Codec,
-    body: Tensor,
-    total: Tensor,
-    counts: Tensor | None,
-    factor: float,
-    step: int,
-    rank: int,
-    bucket: int,
-) -> None:
-    """total += factor * decode(body); counts += factor where the decoded value is not zero.
+@dataclass(frozen=True)
+class Message:
+    """A body and the key it was encoded with."""
+
+    codec: Codec
+    body: Tensor
+    step: int
+    rank: int
+    bucket: int
+
+    def decode(self, out: Tensor) -> None:
+        """Overwrite `out`, (n,) float32."""
+        with checked(self.rank):
+            self.codec.decode(self.body, out, step=self.step, rank=self.rank, bucket=self.bucket)
+
+    def add_to(self, total: Tensor, factor: float) -> None:
+        """total = fl(total + fl(factor * decoded))."""
+        with checked(self.rank):
+            self.codec.decode_add(self.body, total, factor, step=self.step, rank=self.rank, bucket=self.bucket)
+
+
+class checked:
+    """A block in which a ValueError means that the message of `rank` is not one that the codec wrote."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ValueError):
+            raise CorruptFrame(f"the message of rank {self._rank} cannot be decoded: {error}", self._rank) from error
+
+
+class Reduction:
+    """Takes messages one by one, in rank order, and gives the combined vector.
 
     Args:
-        total: (n,) float32.
-        counts: (n,) float32, or None where nobody counts contributors.
-        step, rank, bucket: those the body was encoded with.
-
-    Raises:
-        CorruptFrame: the codec refuses the body.
+        kind: "mean", "sum", "mean_contributors" or a robust rule.
+        shares: how much each rank counts.
+        total: (n,) float32, becomes the result. Its contents do not matter.
     """
-    try:
-        if counts is None:
-            codec.decode_add(body, total, factor, step=step, rank=rank, bucket=bucket)
+
+    def __init__(self, kind: str | Rule, shares: Shares, total: Tensor) -> None:
+        self._kind, self._shares, self._total = kind, shares, total
+        self._rows: list[Tensor] = []
+        self._counts = torch.zeros_like(total) if kind == "mean_contributors" else None
+        if isinstance(kind, Rule) and shares.weighted:
+            raise SyncError(
+                f"{type(kind).__name__} counts all ranks alike, but their weights differ; use equal weights, or 0 for "
+                f"ranks that are to be left out"
+            )
+        total.zero_()
+
+    def add(self, message: Message, factor: float) -> None:
+        """Take in one message; factor 0 leaves it out."""
+        if factor == 0.0:
             return
-        decoded = torch.empty_like(total)
-        codec.decode(body, decoded, step=step, rank=rank, bucket=bucket)
-    except ValueError as error:
-        raise CorruptFrame(f"the message of rank {rank} cannot be decoded: {error}", rank) from error
-    counts.add_((decoded != 0).to(counts.dtype).mul_(factor))
-    total.add_(decoded if factor == 1.0 else decoded.mul_(factor))
+        if isinstance(self._kind, Rule):
+            self._rows.append(torch.empty_like(self._total))
+            message.decode(self._rows[-1])
+        elif self._counts is None:
+            message.add_to(self._total, factor)
+        else:
+            decoded = torch.empty_like(self._total)
+            message.decode(decoded)
+            self._counts.add_((decoded != 0).to(decoded.dtype).mul_(factor))
+            self._total.add_(decoded if factor == 1.0 else decoded.mul_(factor))
 
+    def result(self, total: Total, previous: Tensor | None, round: int) -> Tensor | None:
+        """The combined vector; None: the rule says to skip this round.
 
-def divide(total: Tensor, counts: Tensor | None, divisor: float) -> Tensor:
-    """total / divisor, or coordinate by coordinate / counts (where somebody contributed); in place."""
-    if counts is not None:
-        return total.div_(torch.where(counts > 0, counts, 1.0))
-    return total if divisor == 1.0 else total.div_(divisor)
+        Args:
+            total: completes float64 sums over the slices of the vector.
+            previous: the result of the round before, for rules that need it.
+        """
+        if isinstance(self._kind, Rule):
+            combined = self._kind.combine(torch.stack(self._rows), total=total, previous=previous, round=round)
+            return None if combined is None else self._total.copy_(combined)
+        if self._counts is not None:
+            return self._total.div_(torch.where(self._counts > 0, self._counts, 1.0))
+        return self._total if self._shares.divisor == 1.0 else self._total.div_(self._shares.divisor)

@@ -9,28 +9,29 @@ from __future__ import annotations
 
 import threading
 
-from torch import Tensor
-
 from ..compress import Feedback
 from .errors import Aborted
 from .exchange import Buffers, Exchange, State
 
 __all__ = ["States"]
 
+_REDUCING_SIDE = ("owner_residual", "owner_previous", "previous")
+
 
 class States:
     """Committed states, and the chain of exchanges under way for each bucket.
 
     Args:
-        feedback: the rule that gives the states their meaning, or None: nothing is kept.
+        feedback: the rule that gives the states their meaning, or None.
         buffers: where tensors go that no state needs any more.
+        chained: whether exchanges have any state at all; without it, none depends on another.
     """
 
-    def __init__(self, feedback: Feedback | None, buffers: Buffers) -> None:
-        self._feedback, self._buffers = feedback, buffers
+    def __init__(self, feedback: Feedback | None, buffers: Buffers, chained: bool) -> None:
+        self._feedback, self._buffers, self._chained = feedback, buffers, chained
         self._lock = threading.RLock()
         self._committed: dict[int, State] = {}
-        self._owner: dict[int, Tensor] = {}
+        self._owner: dict[int, State] = {}
         self._latest: dict[int, Exchange] = {}
 
     def open(self, exchange: Exchange) -> None:
@@ -39,7 +40,7 @@ class States:
         Raises:
             ValueError: it would be committed before one that is held.
         """
-        if self._feedback is None:
+        if not self._chained:
             return
         with self._lock:
             pending = self._latest.get(exchange.bucket)
@@ -63,7 +64,7 @@ class States:
         """
         with self._lock:
             newest = self._newest(exchange.previous, exchange.bucket)
-            exchange.owner_base = self._newest_owner(exchange)
+            exchange.owner_base = self._newest_owner(exchange.previous, exchange.bucket)
             if exchange.candidate is None or exchange.base is None:
                 return
             for name, tensor in exchange.candidate.items():
@@ -76,11 +77,10 @@ class States:
             return before.candidate
         return self._committed.get(bucket, {})
 
-    def _newest_owner(self, exchange: Exchange) -> Tensor | None:
-        before = exchange.previous
-        if before is not None and not before.settled and before.owner_candidate is not None:
-            return before.owner_candidate
-        return self._owner.get(exchange.bucket)
+    def _newest_owner(self, before: Exchange | None, bucket: int) -> State:
+        if before is not None and not before.settled:
+            return before.owner_candidate or self._newest_owner(before.previous, bucket)
+        return self._owner.get(bucket, {})
 
     def conclude(self, exchange: Exchange) -> None:
         """After the communication: complete the candidate and the result, and commit unless held or without result."""
@@ -124,8 +124,9 @@ class States:
 
     def _commit(self, exchange: Exchange) -> None:
         with self._lock:
-            if exchange.owner_candidate is not None:
-                self._buffers.give(self._owner.get(exchange.bucket))
+            if exchange.owner_candidate:
+                kept = {id(tensor) for tensor in exchange.owner_candidate.values()}
+                self._buffers.give(*(t for t in self._owner.get(exchange.bucket, {}).values() if id(t) not in kept))
                 self._owner[exchange.bucket] = exchange.owner_candidate
             if exchange.candidate is not None:
                 old = self._committed.get(exchange.bucket) or exchange.base or {}
@@ -142,12 +143,7 @@ class States:
                 if best is None and last.finished.is_set() and last.error is None:
                     best = last
                 last = last.previous
-            state = dict(self._newest(best, bucket))
-            owner = self._owner.get(bucket)
-            if best is not None and best.owner_candidate is not None:
-                owner = best.owner_candidate
-            if owner is not None:
-                state["owner_residual"] = owner
+            state = {**self._newest(best, bucket), **self._newest_owner(best, bucket)}
             return {name: tensor.clone() for name, tensor in state.items()}
 
     def load(self, bucket: int, state: State) -> None:
@@ -160,20 +156,24 @@ class States:
                     f"bucket {bucket} has an exchange in flight; wait for it (and commit it) before load"
                 )
             copies = {name: tensor.detach().clone() for name, tensor in state.items()}
-            owner = copies.pop("owner_residual", None)
+            owner = {name: copies.pop(name) for name in state if name in _REDUCING_SIDE}
             self._committed.pop(bucket, None)
             self._owner.pop(bucket, None)
             if copies:
                 self._committed[bucket] = copies
-            if owner is not None:
+            if owner:
                 self._owner[bucket] = owner
 
-    def snapshot(self) -> tuple[dict[int, State], dict[int, Tensor]]:
+    def snapshot(self) -> tuple[dict[int, State], dict[int, State]]:
         """Clones of all committed states, for copying and pickling."""
         with self._lock:
-            states = {b: {k: v.clone() for k, v in state.items()} for b, state in self._committed.items()}
-            return states, {bucket: tensor.clone() for bucket, tensor in self._owner.items()}
+            tables = (self._committed, self._owner)
+            first, second = (
+                {bucket: {name: tensor.clone() for name, tensor in state.items()} for bucket, state in table.items()}
+                for table in tables
+            )
+            return first, second
 
-    def restore(self, snapshot: tuple[dict[int, State], dict[int, Tensor]]) -> None:
+    def restore(self, snapshot: tuple[dict[int, State], dict[int, State]]) -> None:
         """Take over a snapshot."""
         self._committed, self._owner = dict(snapshot[0]), dict(snapshot[1])

@@ -11,19 +11,23 @@ round.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..compress import EF14, Codec, Feedback
-from .errors import CorruptFrame, PeerFailure
+from .errors import Aborted, PeerFailure
 from .exchange import Buffers, Exchange, Shares, Stopwatch
 from .frames import ABSENT, FAILED, HEADER_BYTES, FrameHeader, parse_frame, write_header
 from .gather import encode
-from .peers import FIRST, SECOND, Arrival, Peers
-from .reduction import add_message, divide
+from .hello import exchange_votes
+from .peers import FIRST, PARTIAL, SECOND, Arrival, Peers
+from .reduction import Message, Reduction
+from .robust import Rule
 from .slices import Partition, SlicedCodec, common_block, slice_bucket
 
 __all__ = ["TwoPhase"]
@@ -35,7 +39,13 @@ class TwoPhase:
     name = "two_phase"
 
     def __init__(
-        self, first: Codec, second: Codec, feedback: Feedback | None, reduce: str, buffers: Buffers, world_size: int
+        self,
+        first: Codec,
+        second: Codec,
+        feedback: Feedback | None,
+        reduce: str | Rule,
+        buffers: Buffers,
+        world_size: int,
     ) -> None:
         self._first, self._second, self._feedback = first, second, feedback
         self._reduce, self._buffers, self._world_size = reduce, buffers, world_size
@@ -76,7 +86,7 @@ class TwoPhase:
         assert exchange.frames is not None
         incoming = self._buffers.take(exchange.frames.numel(), torch.uint8, exchange.frames.device)
         arrival = peers.all_to_all(self._slots(exchange.frames), self._slots(incoming), FIRST)
-        gathered, error = self._own_slice(exchange, arrival, shares, peers.rank)
+        gathered, error = self._own_slice(exchange, arrival, shares, peers)
         second = peers.all_gather(self._slots(gathered)[peers.rank], self._slots(gathered), SECOND)
         with second:
             if error is not None:
@@ -85,16 +95,16 @@ class TwoPhase:
         self._buffers.give(exchange.frames, incoming, gathered)
 
     def _own_slice(
-        self, exchange: Exchange, arrival: Arrival, shares: Shares, owner: int
+        self, exchange: Exchange, arrival: Arrival, shares: Shares, peers: Peers
     ) -> tuple[Tensor, Exception | None]:
         """(buffer for all phase-2 frames with this owner's frame in it, what went wrong)"""
         length = self._world_size * self.partition(exchange.elements).slot_bytes(self._second)
         gathered = self._buffers.take(length, torch.uint8, exchange.flat.device)
-        slot = self._slots(gathered)[owner]
+        slot = self._slots(gathered)[peers.rank]
+        start = time.perf_counter() - peers.wire_seconds
         try:
-            with arrival:
-                total = self._reduce_own_slice(exchange, arrival, shares, owner)
-            self._encode_own_slice(exchange, total, slot, owner)
+            total = self._reduce_own_slice(exchange, arrival, shares, peers)
+            self._encode_own_slice(exchange, total, slot, peers.rank)
         except PeerFailure:
             raise
         except Exception as error:
@@ -102,41 +112,48 @@ class TwoPhase:
             slot.zero_()
             write_header(slot, FrameHeader(self._second.id, FAILED, exchange.round))
             return gathered, error
+        exchange.receipt.decode_ms += (time.perf_counter() - peers.wire_seconds - start) * 1e3
         return gathered, None
 
-    def _decode(self, exchange: Exchange, second: Arrival) -> Tensor:
+    def _decode(self, exchange: Exchange, second: Arrival) -> Tensor | None:
         n, device = exchange.elements, exchange.flat.device
         result = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
+        skipped = False
         for rank in range(self._world_size):
             frame = second.slot(rank)
             with Stopwatch() as watch:
-                self._decode_slice(exchange, frame, rank, result)
+                skipped |= bool(self._decode_slice(exchange, frame, rank, result) & ABSENT)
             exchange.receipt.decode_ms += watch.ms
-        return result
+        return None if skipped else result
 
     def _slots(self, frames: Tensor) -> list[Tensor]:
         return list(frames.view(self._world_size, -1))
 
-    def _reduce_own_slice(self, exchange: Exchange, arrival: Arrival, shares: Shares, owner: int) -> Tensor:
-        start, stop = self.partition(exchange.elements).bounds[owner]
-        total = torch.zeros(stop - start, device=exchange.flat.device)
-        counts = torch.zeros_like(total) if self._reduce == "mean_contributors" else None
-        length, key = self._first.nbytes(stop - start), slice_bucket(exchange.bucket, owner)
-        for rank, factor in enumerate(shares.factors):
-            frame = arrival.slot(rank)
-            with Stopwatch() as watch:
-                header, body = parse_frame(frame, length, codec=self._first.id, round=exchange.round, sender=rank)
-                if factor != 0.0 and not header.flags & ABSENT:
-                    add_message(self._first, body, total, counts, factor, exchange.round, rank, key)
-            exchange.receipt.decode_ms += watch.ms
-        return divide(total, counts, shares.divisor)
+    def _reduce_own_slice(self, exchange: Exchange, arrival: Arrival, shares: Shares, peers: Peers) -> Tensor | None:
+        start, stop = self.partition(exchange.elements).bounds[peers.rank]
+        length, key, codec = self._first.nbytes(stop - start), slice_bucket(exchange.bucket, peers.rank), self._first
+        total = self._buffers.take(stop - start, torch.float32, exchange.flat.device)
+        with arrival, _Together(self._reduce, exchange, peers):
+            reduction = Reduction(self._reduce, shares, total)
+            for rank, factor in enumerate(shares.factors):
+                frame = arrival.slot(rank)
+                body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=rank)[1]
+                reduction.add(Message(codec, body, exchange.round, rank, key), factor)
+        together = partial(_over_slices, exchange, peers)
+        result = reduction.result(together, exchange.owner_base.get("owner_previous"), exchange.round)
+        if isinstance(self._reduce, Rule) and self._reduce.stateful and result is not None:
+            exchange.owner_candidate["owner_previous"] = result.clone()
+        return result
 
-    def _encode_own_slice(self, exchange: Exchange, total: Tensor, slot: Tensor, owner: int) -> None:
-        length = self._second.nbytes(total.numel())
+    def _encode_own_slice(self, exchange: Exchange, total: Tensor | None, slot: Tensor, owner: int) -> None:
+        start, stop = self.partition(exchange.elements).bounds[owner]
+        length = self._second.nbytes(stop - start)
+        if total is None:  # the rule skips the round; all owners say so
+            slot.zero_()
+            write_header(slot, FrameHeader(self._second.id, ABSENT, exchange.round))
+            return
         slot[HEADER_BYTES + length :].zero_()
-        with Stopwatch() as watch:
-            flags = self._encode_total(exchange, total, slot[HEADER_BYTES : HEADER_BYTES + length], owner)
-        exchange.receipt.decode_ms += watch.ms
+        flags = self._encode_total(exchange, total, slot[HEADER_BYTES : HEADER_BYTES + length], owner)
         write_header(slot, FrameHeader(self._second.id, flags, exchange.round))
 
     def _encode_total(self, exchange: Exchange, total: Tensor, body: Tensor, owner: int) -> int:
@@ -144,21 +161,57 @@ class TwoPhase:
         bucket = slice_bucket(exchange.bucket, self._world_size + owner)
         key = {"step": exchange.round, "rank": owner, "bucket": bucket}
         if self._feedback is None:
-            return self._second.encode(total, body, **key)
-        residual = exchange.owner_base
+            flags = self._second.encode(total, body, **key)
+            self._buffers.give(total)
+            return flags
+        residual = exchange.owner_base.get("owner_residual")
         if residual is None or residual.numel() != total.numel():
             residual = torch.zeros_like(total)
         flags, state = EF14().encode(self._second, total, {"residual": residual}, body, **key)
-        exchange.owner_candidate = state["residual"]
+        exchange.owner_candidate["owner_residual"] = state["residual"]
         return flags
 
-    def _decode_slice(self, exchange: Exchange, frame: Tensor, owner: int, result: Tensor) -> None:
+    def _decode_slice(self, exchange: Exchange, frame: Tensor, owner: int, result: Tensor) -> int:
+        """Decode one owner's slice into the result; returns its flags."""
         start, stop = self.partition(exchange.elements).bounds[owner]
         length, codec = self._second.nbytes(stop - start), self._second
         header, body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=owner)
-        exchange.receipt.flags |= header.flags & 0xFF
-        bucket = slice_bucket(exchange.bucket, self._world_size + owner)
-        try:
-            codec.decode(body, result[start:stop], step=exchange.round, rank=owner, bucket=bucket)
-        except ValueError as error:
-            raise CorruptFrame(f"the message of rank {owner} cannot be decoded: {error}", owner) from error
+        if not header.flags & ABSENT:
+            exchange.receipt.flags |= header.flags & 0xFF
+            bucket = slice_bucket(exchange.bucket, self._world_size + owner)
+            Message(codec, body, exchange.round, owner, bucket).decode(result[start:stop])
+        return header.flags
+
+
+class _Together:
+    """Owners that are about to combine scalars check first that all of them got this far, or none would ever answer."""
+
+    def __init__(self, kind: str | Rule, exchange: Exchange, peers: Peers) -> None:
+        self._needed = isinstance(kind, Rule) and kind.needs_totals
+        self._exchange, self._peers = exchange, peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._needed or isinstance(error, PeerFailure):
+            return
+        before = self._peers.sent
+        votes = exchange_votes(self._peers, error is None)
+        self._exchange.receipt.header_bytes += self._peers.sent - before
+        failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
+        if failed and error is None:
+            raise Aborted(f"ranks {failed} could not decode what they were sent", failed)
+
+
+def _over_slices(exchange: Exchange, peers: Peers, partial: Tensor) -> Tensor:
+    """The sum of a float64 vector over all owners, in rank order, on every rank."""
+    mine = partial.contiguous().view(torch.uint8)
+    slots = list(torch.empty(peers.world_size, mine.numel(), dtype=torch.uint8, device=mine.device))
+    before = peers.sent
+    parts = peers.all_gather(mine, slots, PARTIAL).finish()
+    exchange.receipt.header_bytes += peers.sent - before
+    total = torch.zeros_like(partial)
+    for part in parts:
+        total += part.view(torch.float64)
+    return total
