@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from lowcomm.compress import TopK
-from lowcomm.recipes import bench
+from lowcomm.recipes import bench, bench_engine
+from lowcomm.recipes.bench_engine import outside_inner
 from lowcomm.recipes.expressions import codec_from
 from lowcomm.recipes.measure import against_copy
 from lowcomm.recipes.peers import PEERS, Message, Peer, missing
@@ -106,3 +107,22 @@ def test_samples_have_the_moments_of_their_distributions() -> None:
     assert laplace.var().item() == pytest.approx(2.0, rel=0.03)
     # Student's t with 3 degrees of freedom: E|x| = 2 sqrt(3) / pi
     assert bench.sample("student3", 2**18).abs().mean().item() == pytest.approx(1.1027, rel=0.02)
+
+
+def test_time_outside_the_inner_step_is_separated() -> None:
+    parameter = torch.zeros(4, requires_grad=True)
+    parameter.grad = torch.ones(4)
+    inner = torch.optim.SGD([parameter], lr=1.0)
+    outside, inside = outside_inner(inner, inner)
+    assert torch.equal(parameter.detach(), -torch.ones(4))
+    assert inside > 0
+    assert outside >= 0
+    inner.step()
+    assert torch.equal(parameter.detach(), -2 * torch.ones(4))
+
+
+def test_engine_benchmark_measures_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_engine.main(["--elements", "25000", "--tensors", "10", "--rounds", "3"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(result["results"]) == {"local_step", "sync_alone", "sync_two_ranks"}
+    assert all(part["ratio"] > 0 and part["ms"] > 0 for part in result["results"].values())

@@ -8,13 +8,14 @@ from lowcomm import __version__
 TOOLS = {
     "demo": "DiLoCo against synchronous data parallel on two local workers",
     "bench": "speed, rate and error of codecs",
+    "bench-engine": "what the optimizers cost beside the work they wrap",
     "compare": "any methods and codecs side by side, at equal tokens",
     "plan": "what a network's bandwidth does to a method: bytes, time per round, utilisation",
 }
 
 USAGE = (
     "usage: lowcomm TOOL [options]\n\ntools:\n"
-    + "".join(f"  {name:<10} {text}\n" for name, text in TOOLS.items())
+    + "".join(f"  {name:<13} {text}\n" for name, text in TOOLS.items())
     + "\n`lowcomm TOOL --help` lists a tool's options."
 )
 
@@ -32,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     if name not in TOOLS:
         print(f"lowcomm: unknown tool {name!r}\n\n{USAGE}", file=sys.stderr)
         return 2
-    tool = importlib.import_module(f"lowcomm.recipes.{name}")
+    tool = importlib.import_module(f"lowcomm.recipes.{name.replace('-', '_')}")
     try:
         return int(tool.main(arguments[1:]) or 0)
     except KeyboardInterrupt:
