@@ -57,7 +57,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def _not_compiled(function: _F) -> _F:
     """Keep torch.compile out: counters would be compiled in and recompile at every step."""
-    return cast(_F, torch.compiler.disable(function))  # type: ignore[no-untyped-call]
+    return cast(_F, torch.compiler.disable(function))
 
 
 class SharedOptions(TypedDict, total=False):

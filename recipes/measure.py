@@ -83,8 +83,8 @@ def _sample(call: Call, repeats: int, device: str) -> float:
 
 
 def _cuda_sample(call: Call, repeats: int) -> float:
-    start: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    end: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start: Any = torch.cuda.Event(enable_timing=True)
+    end: Any = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
     for _ in range(repeats):
