@@ -2,7 +2,9 @@
 
     local step    time in step() outside the inner optimizer, when no sync is due, over an AdamW step
     sync, alone   build + apply at world size 1 (no network), over one float32 copy_ of the model
-    sync, 2 ranks a whole sync without a codec over gloo, over one flat gloo all_reduce of the same bytes
+    exchange      agreement and all-reduce of a flat vector by `lowcomm.sync` over gloo, 2 ranks, over one flat gloo
+                  all_reduce of the same bytes
+    sync, 2 ranks build, exchange, apply, over the same all_reduce
 
 The model is 10 million parameters in 100 tensors. The last line of the output is one JSON object.
 """
@@ -24,16 +26,18 @@ from torch import Tensor
 from torch.optim import SGD, AdamW, Optimizer
 
 from ..optim import DiLoCo
+from ..sync import AllReduce
 from .launch import Report, launch
 from .measure import machine
 
 __all__ = ["main"]
 
 NEVER = 10**9
-TARGETS = {"local_step": 0.02, "sync_alone": 7.0, "sync_two_ranks": 1.3}
+TARGETS = {"local_step": 0.02, "sync_alone": 7.0, "exchange": 1.3, "sync_two_ranks": 1.3}
 TITLES = {
     "local_step": "local step: overhead / AdamW step",
     "sync_alone": "sync, world size 1: build + apply / copy_ of the model",
+    "exchange": "exchange, 2 gloo ranks: AllReduce / flat all_reduce",
     "sync_two_ranks": "sync, 2 gloo ranks: sync / flat all_reduce",
 }
 
@@ -97,25 +101,30 @@ def sync_alone(elements: int, tensors: int, rounds: int) -> dict[str, float]:
     return _paired(lambda: outside_inner(inner, optimizer)[0], copy, rounds)
 
 
-def sync_two_ranks(
+def two_ranks(
     rank: int, world_size: int, report: Report, elements: int, tensors: int, rounds: int
-) -> dict[str, float]:
-    """A whole sync over the default process group."""
+) -> dict[str, dict[str, float]]:
+    """An exchange and a whole sync over the default process group."""
     inner = SGD(model(elements, tensors), lr=1e-3)
     optimizer = DiLoCo(inner, sync_every=1)
+    reducer = AllReduce()
     flat = torch.randn(elements)
 
-    def all_reduce() -> float:
+    def timed(call: Callable[[], object]) -> float:
         dist.barrier()
         begin = time.perf_counter()
-        dist.all_reduce(flat)
+        call()
         return time.perf_counter() - begin
 
     def sync() -> float:
         dist.barrier()
         return outside_inner(inner, optimizer)[0]
 
-    return _paired(sync, all_reduce, rounds)
+    def all_reduce() -> float:
+        return timed(lambda: dist.all_reduce(flat))
+
+    exchange = _paired(lambda: timed(lambda: reducer.reduce(flat)), all_reduce, rounds)
+    return {"exchange": exchange, "sync_two_ranks": _paired(sync, all_reduce, rounds)}
 
 
 def _paired(call: Callable[[], float], reference: Callable[[], float], rounds: int) -> dict[str, float]:
@@ -159,8 +168,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(options.threads)
     results = {"local_step": local_step(*sizes), "sync_alone": sync_alone(*sizes)}
     torch.set_num_threads(before)
-    ranks = launch(sync_two_ranks, 2, *sizes, threads=options.threads)
-    results["sync_two_ranks"] = max(ranks, key=lambda result: float(result["ratio"]))
+    ranks = launch(two_ranks, 2, *sizes, threads=options.threads)
+    for name in ranks[0]:
+        results[name] = max((rank[name] for rank in ranks), key=lambda result: float(result["ratio"]))
 
     command = shlex.join(["lowcomm", "bench-engine", *(sys.argv[1:] if argv is None else argv)])
     facts = {**machine(), "threads": options.threads, "elements": sizes[0], "tensors": sizes[1]}

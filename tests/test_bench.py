@@ -121,8 +121,8 @@ def test_time_outside_the_inner_step_is_separated() -> None:
     assert torch.equal(parameter.detach(), -2 * torch.ones(4))
 
 
-def test_engine_benchmark_measures_all_three(capsys: pytest.CaptureFixture[str]) -> None:
+def test_engine_benchmark_measures_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert bench_engine.main(["--elements", "25000", "--tensors", "10", "--rounds", "3"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert set(result["results"]) == {"local_step", "sync_alone", "sync_two_ranks"}
+    assert set(result["results"]) == {"local_step", "sync_alone", "exchange", "sync_two_ranks"}
     assert all(part["ratio"] > 0 and part["ms"] > 0 for part in result["results"].values())
