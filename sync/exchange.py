@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..compress import HAS_INF, HAS_NAN, Feedback
+from ..compress.kernels import kernel, runs_on_kernels, threads
 from .frames import ABSENT, WEIGHTED, FrameHeader
 from .peers import Peers
 from .receipt import Receipt
@@ -171,9 +172,11 @@ def initial_state(feedback: Feedback, exchange: Exchange) -> State:
 
 
 def finite_flags(x: Tensor) -> int:
-    """HAS_NAN | HAS_INF, in one pass over `x`."""
+    """HAS_NAN | HAS_INF, in one pass over `x`, float32 or float64."""
     if x.numel() == 0:
         return 0
+    if runs_on_kernels(x):
+        return int(kernel("lc_finite", "plli")(x.data_ptr(), x.numel(), x.element_size(), threads()))
     low, high = torch.aminmax(x)
     if bool(torch.isfinite(low) & torch.isfinite(high)):
         return 0

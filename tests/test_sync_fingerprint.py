@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from lowcomm.compress import available_levels, use_kernel_level
 from lowcomm.sync import agree_on_tensors, fingerprint
+from lowcomm.sync.exchange import finite_flags
 from lowcomm.sync.fingerprint import _MIX1, _MIX2, hash64
 from ranks import run_ranks
 
@@ -32,11 +34,28 @@ def test_splitmix_known_answer() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.uint8, torch.int16, torch.bool])
 def test_equals_the_definition(dtype: torch.dtype) -> None:
-    for n in (0, 1, 2, 3, 5, 8, 9, 31, 1000):
-        tensor = torch.arange(n).sub(3).to(dtype)
-        assert fingerprint(tensor) == _by_definition(tensor)
-    big = torch.randn(200_001).to(dtype)
-    assert fingerprint(big[1:]) == _by_definition(big[1:].clone())
+    for level in available_levels():
+        with use_kernel_level(level):
+            for n in (0, 1, 2, 3, 5, 8, 9, 31, 1000):
+                tensor = torch.arange(n).sub(3).to(dtype)
+                assert fingerprint(tensor) == _by_definition(tensor)
+            big = torch.arange(150_001).sub(70_000).to(dtype)
+            assert fingerprint(big[1:]) == _by_definition(big[1:].clone())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_finite_flags(dtype: torch.dtype) -> None:
+    largest, nan, inf = torch.finfo(dtype).max, float("nan"), float("inf")
+    for level in available_levels():
+        with use_kernel_level(level):
+            assert finite_flags(torch.empty(0, dtype=dtype)) == 0
+            for n in (1, 31, 32, 33, 200_003):
+                for place in {0, n // 2, n - 1}:
+                    for value, flags in [(largest, 0), (-largest, 0), (nan, 1), (-nan, 1), (inf, 2), (-inf, 2)]:
+                        x = torch.full((n,), -0.0, dtype=dtype)
+                        x[place] = value
+                        assert finite_flags(x) == flags, (level, n, place, value)
+            assert finite_flags(torch.tensor([1.0, inf, nan], dtype=dtype)) == 3
 
 
 def test_every_bit_place_dtype_and_shape_counts() -> None:
