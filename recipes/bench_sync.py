@@ -100,11 +100,11 @@ def _together() -> float:
 def _slowest(seconds: float) -> float:
     slowest = torch.tensor([seconds], dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return float(slowest.item())
+    return float(slowest)
 
 
 def _median(receipts: Sequence[Receipt], name: str) -> float:
-    return statistics.median(getattr(receipt, name) for receipt in receipts)
+    return float(statistics.median(getattr(receipt, name) for receipt in receipts))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
+from ..compress import EF14, HAS_INF, HAS_NAN, Cast, Codec, Feedback
 from .dense import Dense
 from .errors import Aborted, PeerFailure, SyncError
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
@@ -126,7 +126,7 @@ class AllReduce:
             and re-encodes one slice; 2 / N of the bytes), or "auto": two phases for codecs that can be applied again,
             from three ranks on.
         reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
-            ranks that sent a value other than zero there; or a robust rule, such as `Median()`, which needs a codec.
+            ranks that sent a value other than zero there; or a robust rule, such as `Median()`.
         second_codec: codec of the second phase; None: the same.
         nonfinite: what all ranks do when any rank offers NaN or infinity. "raise": NonFinite everywhere; "skip": the
             round is dropped, the result is zero and the receipt says `skipped`; "use": go on (a codec encodes such
@@ -210,9 +210,10 @@ class AllReduce:
         if codec is None:
             if self._algorithm_option != "auto" or second is not None:
                 raise ValueError("codec=None uses the backend's all-reduce: leave algorithm and second_codec unset")
-            if isinstance(self._reduce, Rule):
-                raise ValueError(f"{self._reduce} needs the vectors of single ranks: give a codec that is exact")
-            return Dense(self._reduce)
+            if not isinstance(self._reduce, Rule):
+                return Dense(self._reduce)
+            exact = Cast("f32")  # rules need the vectors of single ranks
+            return TwoPhase(exact, exact, None, self._reduce, self._buffers, self.world_size)
         if not isinstance(codec, Codec) or not isinstance(second, Codec | None):
             raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
         second = codec if second is None else second
@@ -335,7 +336,7 @@ class AllReduce:
         exchange.receipt.encode_ms = watch.ms
 
     def _check_arguments(self, flat: Tensor, bucket: int, round: int, weight: float) -> None:
-        allowed = (torch.float32, torch.float64) if self._codec is None else (torch.float32,)
+        allowed = (torch.float32, torch.float64) if isinstance(self._algorithm, Dense) else (torch.float32,)
         if flat.dim() != 1 or flat.dtype not in allowed or not flat.is_contiguous():
             raise ValueError(
                 f"flat must be a contiguous 1-D tensor of {' or '.join(map(str, allowed))} but is {flat.dtype} of "

@@ -1,6 +1,6 @@
 """Algorithm A1: every rank sends its encoded vector to every rank, each decodes and sums all of them.
 
-    acc = 0;  for r = 0 .. N-1: acc = fl(acc + fl(w_r * decode(body_r)));  result = acc / sum w
+    result = sum_r w_r decode(body_r) / sum_r w_r, in rank order (reduction.py)
 
 One step, one lossy encoding, works with every codec. Traffic per rank and direction: (N - 1) F, F the frame length.
 The summation order is fixed, so all ranks hold the same bits.

@@ -1,8 +1,9 @@
 """Combine the messages of all ranks into one vector, in rank order, the same bits wherever it is done.
 
-    acc = 0;  for r = 0 .. N-1: acc = fl(acc + fl(w_r * d_r));  result = acc / sum w
+    acc = w_0 d_0;  for r = 1 .. N-1: acc = fl(acc + fl(w_r * d_r));  result = acc / sum w
 
-or coordinate by coordinate / the number of contributors, or by a robust rule.
+which is the sum from zero, but for the sign of zeros, and saves a pass over memory. Or coordinate by coordinate divided
+by the number of contributors, or by a robust rule.
 """
 
 from __future__ import annotations
@@ -71,12 +72,12 @@ class Reduction:
         self._kind, self._shares, self._total = kind, shares, total
         self._rows: list[Tensor] = []
         self._counts = torch.zeros_like(total) if kind == "mean_contributors" else None
+        self._empty = True
         if isinstance(kind, Rule) and shares.weighted:
             raise SyncError(
                 f"{type(kind).__name__} counts all ranks alike, but their weights differ; use equal weights, or 0 for "
                 f"ranks that are to be left out"
             )
-        total.zero_()
 
     def add(self, message: Message, factor: float) -> None:
         """Take in one message; factor 0 leaves it out."""
@@ -85,13 +86,18 @@ class Reduction:
         if isinstance(self._kind, Rule):
             self._rows.append(torch.empty_like(self._total))
             message.decode(self._rows[-1])
-        elif self._counts is None:
-            message.add_to(self._total, factor)
-        else:
-            decoded = torch.empty_like(self._total)
+        elif self._empty or self._counts is not None:
+            decoded = self._total if self._empty else torch.empty_like(self._total)
             message.decode(decoded)
-            self._counts.add_((decoded != 0).to(decoded.dtype).mul_(factor))
-            self._total.add_(decoded if factor == 1.0 else decoded.mul_(factor))
+            if self._counts is not None:
+                self._counts.add_((decoded != 0).to(decoded.dtype).mul_(factor))
+            if factor != 1.0:
+                decoded.mul_(factor)
+            if not self._empty:
+                self._total.add_(decoded)
+        else:
+            message.add_to(self._total, factor)
+        self._empty = False
 
     def result(self, total: Total, previous: Tensor | None, round: int) -> Tensor | None:
         """The combined vector; None: the rule says to skip this round.

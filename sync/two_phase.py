@@ -1,7 +1,7 @@
 """Algorithm A2: each rank owns one slice, sums it for everybody, and sends the encoded sum back to everybody.
 
     phase 1   encode x slice by slice; slice r travels to rank r
-    reduce    the owner decodes the N messages in rank order: acc = fl(acc + fl(w_r * d_r)), then one division
+    reduce    the owner sums the N decoded messages in rank order, then one division (reduction.py)
     phase 2   the owner encodes acc (plus its own residual) and sends it to all; all decode the same bytes
 
 Two steps, two lossy encodings. Traffic per rank and direction: 2 (N - 1) / N F', F' the length of all N slice frames.

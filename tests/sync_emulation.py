@@ -18,10 +18,10 @@ def encode_decode(codec: Codec, x: Tensor, **key: int) -> Tensor:
 
 
 def ordered_mean(vectors: list[Tensor], factors: list[float], divisor: float) -> Tensor:
-    total = torch.zeros_like(vectors[0])
-    for vector, factor in zip(vectors, factors, strict=True):
-        if factor:
-            total = total + (vector if factor == 1.0 else vector * factor)
+    terms = [v if factor == 1.0 else v * factor for v, factor in zip(vectors, factors, strict=True) if factor]
+    total = terms[0]
+    for term in terms[1:]:
+        total = total + term
     return total / divisor
 
 
