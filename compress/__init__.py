@@ -23,6 +23,7 @@ from .kernels import available_levels, kernel_level, set_kernel_level, use_kerne
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 from .quantize import Int, Int2, Int4, Int8
+from .sign import Sign, StoSign, majority_vote
 from .sketch import SRHT, CountSketch, fetchsgd_step
 from .support import (
     decode_support,
@@ -32,6 +33,7 @@ from .support import (
     history_support,
     leader_support,
 )
+from .ternary import Ternary
 from .topk import TopK
 
 __all__ = [
@@ -59,6 +61,9 @@ __all__ = [
     "Mixed",
     "PowerIteration",
     "PowerSGD",
+    "Sign",
+    "StoSign",
+    "Ternary",
     "TopK",
     "available_levels",
     "average_state",
@@ -75,6 +80,7 @@ __all__ = [
     "leader_support",
     "load_bodies",
     "load_tensors",
+    "majority_vote",
     "orthonormalize",
     "pack_tensors",
     "reinject",

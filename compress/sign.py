@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import zlib
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,8 +25,10 @@ from .ranges import exact_sqrt, finite_part, range_factor
 
 __all__ = ["Sign", "StoSign", "majority_vote"]
 
-Scale = Literal["l1", "l2", "two_means", "none"]
-MAX_BLOCK = 65536
+_IDS = {"l1": 0x20, "l2": 0x21, "two_means": 0x23, "none": 0x26}
+_KINDS = {"l1": 0, "l2": 1, "two_means": 2, "none": 3}  # as in sign.cpp
+_SCALE_BYTES = {"l1": 4, "l2": 4, "two_means": 8, "none": 0}
+MAX_BLOCK = 16384
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ class Sign(Codec):
 
     Args:
         scale: one of the four above.
-        block: B, a power of two from 4 to 65536.
+        block: B, a power of two from 4 to 16384.
 
     Raises:
         ValueError: an argument outside these.
@@ -73,18 +75,15 @@ class Sign(Codec):
     "l2" is the scale of 1-bit Adam, arXiv 2102.02888. The papers scale whole tensors; the block is our choice.
     """
 
-    scale: Scale = "l1"
+    scale: Literal["l1", "l2", "two_means", "none"] = "l1"
     block: int = 256
 
     def __post_init__(self) -> None:
-        if self.scale not in get_args(Scale):
-            raise ValueError(f"scale must be one of {get_args(Scale)} but is: {self.scale!r}")
+        if self.scale not in _IDS:
+            raise ValueError(f"scale must be one of {tuple(_IDS)} but is: {self.scale!r}")
         if not 4 <= self.block <= MAX_BLOCK or self.block & (self.block - 1):
             raise ValueError(f"block must be a power of two from 4 to {MAX_BLOCK} but is: {self.block}")
-
-    @property
-    def id(self) -> int:  # type: ignore[override]
-        return {"l1": 0x20, "l2": 0x21, "two_means": 0x23, "none": 0x26}[self.scale]
+        object.__setattr__(self, "id", _IDS[self.scale])
 
     def nbytes(self, n: int) -> int:
         return self._scale_bytes(n) + pad4((n + 7) // 8)
@@ -136,14 +135,13 @@ class Sign(Codec):
         return 1 / max(1, min(self.block, n)) if self.scale in ("l1", "two_means") else None
 
     def _scale_bytes(self, n: int) -> int:
-        per_block = {"l1": 4, "l2": 4, "two_means": 8, "none": 0}[self.scale]
-        return per_block * -(-n // self.block)
+        return _SCALE_BYTES[self.scale] * -(-n // self.block)
 
     def _sections(self, body: Tensor, n: int) -> tuple[int, int]:
         return body.data_ptr(), body.data_ptr() + self._scale_bytes(n)
 
     def _shape(self, x: Tensor) -> tuple[int, int, int, int]:
-        return x.numel(), self.block, get_args(Scale).index(self.scale), threads()
+        return x.numel(), self.block, _KINDS[self.scale], threads()
 
     def _encode_torch(self, x: Tensor, out: Tensor) -> int:
         values, flags = finite_part(x)

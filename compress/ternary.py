@@ -1,7 +1,7 @@
 """Ternary codec: every element becomes -s, 0 or +s, with one scale s per block.
 
-    deterministic:  t = 0.75 mean|x|;  keep |x_i| > t;  s = mean of the kept |x_i|;  C(x)_i = s sign(x_i) if kept else 0
-    stochastic:     s = max|x|;  C(x)_i = s sign(x_i) with probability |x_i| / s, else 0          (TernGrad)
+deterministic:  t = 0.75 mean|x|;  keep |x_i| > t;  s = mean of the kept |x_i|;  C(x)_i = s sign(x_i) if kept else 0
+stochastic:     s = max|x|;  C(x)_i = s sign(x_i) with probability |x_i| / s, else 0          (TernGrad)
 """
 
 from __future__ import annotations
@@ -86,10 +86,7 @@ class Ternary(Codec):
                 raise ValueError(f"{name} applies to mode 'stochastic' only; leave it None or change the mode")
             if value is not None and not (math.isfinite(value) and value >= least):
                 raise ValueError(f"{name} must be finite and at least {least} but is: {value}")
-
-    @property
-    def id(self) -> int:  # type: ignore[override]
-        return 0x25 if self.packing == "base3" else 0x24
+        object.__setattr__(self, "id", 0x25 if self.packing == "base3" else 0x24)
 
     @property
     def unbiased(self) -> bool:

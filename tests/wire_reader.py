@@ -117,6 +117,33 @@ def read_int(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[fl
     return [fl(q * s[i // block]) for i, q in enumerate(fields(codes, bits, n, signed=True))]
 
 
+def read_sign(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    per_scale = {"l1": 4, "l2": 4, "two_means": 8, "none": 0}[codec.scale]
+    scales, bits = sections(body, -(-n // codec.block) * per_scale, (n + 7) // 8)
+    numbers = f32(scales)
+    if codec.scale == "two_means":
+        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
+    else:
+        pairs = [(s, -s) for s in numbers]
+    return [
+        (1.0, -1.0)[bit] if codec.scale == "none" else pairs[i // codec.block][bit]
+        for i, bit in enumerate(fields(bits, 1, n))
+    ]
+
+
+def read_stosign(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    bound = [codec.bound] * n if isinstance(codec.bound, float) else codec.bound.tolist()
+    return [-g if bit else g for g, bit in zip(bound, fields(body, 1, n), strict=True)]
+
+
+def read_ternary(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    base3 = codec.packing == "base3"
+    scales, codes = sections(body, 4 * -(-n // codec.block), -(-n // 5) if base3 else -(-n // 4))
+    trits = [codes[i // 5] // 3 ** (i % 5) % 3 for i in range(n)] if base3 else fields(codes, 2, n)
+    s = f32(scales)
+    return [(0.0, s[i // codec.block], -s[i // codec.block])[trit] for i, trit in enumerate(trits)]
+
+
 def read_indices(index: str, section: bytes, c: int, k: int, rows: int) -> list[list[int] | None]:
     if index == "elias_fano":
         low = int(math.log2(c // k))
@@ -362,6 +389,9 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "Int2": read_int,
     "Int4": read_int,
     "Int8": read_int,
+    "Sign": read_sign,
+    "StoSign": read_stosign,
+    "Ternary": read_ternary,
     "TopK": read_topk,
     "DCTTopK": read_dct,
     "PowerSGD": read_powersgd,
