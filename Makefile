@@ -4,6 +4,7 @@ EXTRAS ?= dev
 BIN := .venv/bin
 FOLDERS := compress cuda optim recipes src/lowcomm sync
 KERNELS := $(wildcard compress/*.cpp compress/*.h cuda/*.cuh)
+INSTALL_TESTS := tests/test_packaging.py tests/test_docs.py
 KERNEL_TESTS = $(shell grep -l use_kernel_level tests/test_*.py)
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := -m pytest -q -p no:cacheprovider -c ../pyproject.toml --rootdir ..
@@ -58,13 +59,13 @@ dist: .venv/installed
 test-wheel: dist
 	rm -rf build/wheel && $(PYTHON) -m venv build/wheel
 	build/wheel/bin/python $(PIP_INSTALL) "$$(ls dist/*.whl)[dev]"
-	cd build && wheel/bin/python $(PYTEST) ../tests
+	cd build && wheel/bin/python $(PYTEST) $(patsubst %,../%,$(INSTALL_TESTS) $(KERNEL_TESTS))
 
 test-no-compiler: dist
 	rm -rf build/no-compiler
 	CC=false CXX=false $(BIN)/python $(PIP_INSTALL) --no-deps --target build/no-compiler dist/*.tar.gz
 	test ! -e build/no-compiler/lowcomm/compress/_kernels.so
-	cd build && PYTHONPATH=no-compiler ../$(BIN)/python $(PYTEST) $(patsubst %,../%,tests/test_packaging.py $(KERNEL_TESTS))
+	cd build && PYTHONPATH=no-compiler ../$(BIN)/python $(PYTEST) $(patsubst %,../%,$(INSTALL_TESTS))
 
 sanitize: .venv/installed
 	rm -rf build/sanitize
