@@ -31,7 +31,14 @@ from .peers import PEERS, Peer, missing
 
 __all__ = ["main"]
 
-CODECS = ("Cast('bf16')", "Int8()", "Int4()", "E3M0()", "Float8()", "Ternary()", "Sign()", "Eden()", "TopK()")
+CODECS = (
+    "Cast('bf16')",
+    "Int8()",
+    "Int4()",
+    "Int4(rounding='stochastic')",
+    "TopK()",
+    "PowerSGD()",
+)
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")
 DISTRIBUTIONS = ("gauss", "laplace", "student3")
 ERROR_ELEMENTS = 2**20
