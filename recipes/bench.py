@@ -36,6 +36,8 @@ CODECS = (
     "Int8()",
     "Int4()",
     "Int4(rounding='stochastic')",
+    "Ternary()",
+    "Sign()",
     "TopK()",
     "PowerSGD()",
 )
