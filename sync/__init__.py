@@ -5,6 +5,7 @@ from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure,
 from .fingerprint import agree_on_tensors, fingerprint
 from .groups import resolve_group
 from .handover import gather_rows, send_to
+from .plan import Plan
 from .receipt import Receipt
 from .robust import (
     CenteredClipping,
@@ -18,6 +19,7 @@ from .robust import (
     Rule,
     TrimmedMean,
 )
+from .shared import SharedTopK
 
 __all__ = [
     "Aborted",
@@ -35,8 +37,10 @@ __all__ = [
     "NormalizedMean",
     "PeerFailure",
     "PeerTimeout",
+    "Plan",
     "Receipt",
     "Rule",
+    "SharedTopK",
     "SyncError",
     "TrimmedMean",
     "Work",

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compress import EF14, HAS_INF, HAS_NAN, Cast, Codec, Feedback
+from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
+from .choice import choose
 from .dense import Dense
 from .errors import Aborted, PeerFailure, SyncError
 from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
-from .gather import AllGather
 from .groups import private_group, resolve_group
 from .hello import (
     ABORTED,
+    HELLO_BYTES,
     OPTIONAL,
     SKIPPED,
     UNABLE,
@@ -36,15 +37,17 @@ from .hello import (
 )
 from .lane import lane_of
 from .peers import Peers, network_error
+from .plan import Plan, ring_bytes
 from .receipt import Receipt
 from .robust import Rule
+from .shared import SharedTopK
 from .states import States
 from .two_phase import TwoPhase
 
 __all__ = ["AllReduce", "Work"]
 
 State = dict[str, Tensor]
-_ALGORITHMS = ("auto", "all_gather", "two_phase")
+_ALGORITHMS = ("auto", "all_gather", "two_phase", "linear", "union")
 _REDUCTIONS = ("mean", "sum", "mean_contributors")
 _POLICIES = ("raise", "skip", "use")
 
@@ -64,8 +67,7 @@ class Work:
         start = time.perf_counter()
         self._exchange.finished.wait()
         self._exchange.receipt.blocked_ms += (time.perf_counter() - start) * 1e3
-        previous = self._exchange.previous
-        if self._exchange.error is None and previous is not None and previous.error is not None:
+        if self._exchange.error is None and self._exchange.broken:
             self._states.discard(self._exchange)
         if self._exchange.error is not None:
             raise self._exchange.error
@@ -120,11 +122,12 @@ class AllReduce:
     Args:
         process_group: a ProcessGroup, a 1-D DeviceMesh, or None: the default group where one is initialised, else this
             process alone.
-        codec: what compresses the vectors, or None.
+        codec: what compresses the vectors, a `SharedTopK`, or None.
         feedback: None, "auto" (EF14 unless the codec is unbiased or None), or a Feedback.
         algorithm: "all_gather" (each rank sends its message to all; one lossy encoding), "two_phase" (each rank sums
-            and re-encodes one slice; 2 / N of the bytes), or "auto": two phases for codecs that can be applied again,
-            from three ranks on.
+            and re-encodes one slice; 2 / N of the bytes), "linear" (sums the bodies of linear codecs as floats),
+            "union" (sums sparse vectors on the union of their supports), or "auto": linear for linear codecs, two
+            phases for those that can be applied again, from three ranks on, all-gather for all others.
         reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
             ranks that sent a value other than zero there; or a robust rule, such as `Median()`.
         second_codec: codec of the second phase; None: the same.
@@ -146,7 +149,7 @@ class AllReduce:
     def __init__(
         self,
         process_group: Any = None,
-        codec: Codec | None = None,
+        codec: Codec | SharedTopK | None = None,
         feedback: Feedback | str | None = None,
         *,
         algorithm: str = "auto",
@@ -180,7 +183,8 @@ class AllReduce:
         self._lane = None if self._group is None else lane_of(self._group)
         self._peers = Peers(self._group)
         self.rank, self.world_size = self._peers.rank, self._peers.world_size
-        self._algorithm = self._choose()
+        options = (self._codec, self._second_codec, self._feedback, self._algorithm_option, self._reduce)
+        self._algorithm: Algorithm = choose(*options, self._buffers, self.world_size)
 
     def __getstate__(self) -> dict[str, Any]:
         dropped = ("_buffers", "_states", "_group", "_lane", "_peers", "_algorithm", "_sequence", "rank", "world_size")
@@ -203,32 +207,23 @@ class AllReduce:
         return twin
 
     def _chained(self) -> bool:
-        return self._feedback is not None or (isinstance(self._reduce, Rule) and self._reduce.stateful)
+        """Whether exchanges of a bucket depend on one another."""
+        remembers = isinstance(self._reduce, Rule) and self._reduce.stateful
+        return self._feedback is not None or remembers or isinstance(self._codec, SharedTopK)
 
-    def _choose(self) -> Algorithm:
-        codec, second = self._codec, self._second_codec
-        if codec is None:
-            if self._algorithm_option != "auto" or second is not None:
-                raise ValueError("codec=None uses the backend's all-reduce: leave algorithm and second_codec unset")
-            if not isinstance(self._reduce, Rule):
-                return Dense(self._reduce)
-            exact = Cast("f32")  # rules need the vectors of single ranks
-            return TwoPhase(exact, exact, None, self._reduce, self._buffers, self.world_size)
-        if not isinstance(codec, Codec) or not isinstance(second, Codec | None):
-            raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
-        second = codec if second is None else second
-        possible = codec.fixed_size and second.fixed_size and second.requantizable
-        if self._algorithm_option == "two_phase" and not possible:
-            raise ValueError(
-                f'algorithm="two_phase" needs codecs with fixed_size and requantizable, which {second.config} and '
-                f'{codec.config} are not both; use algorithm="all_gather" or another second_codec'
-            )
-        automatic = self._algorithm_option == "auto"
-        if self._algorithm_option == "all_gather" or not possible or (automatic and self.world_size <= 2):
-            if self._second_codec is not None and not automatic:
-                raise ValueError('second_codec is used by algorithm="two_phase" only; remove it')
-            return AllGather(codec, self._feedback, self._reduce, self._buffers)
-        return TwoPhase(codec, second, self._feedback, self._reduce, self._buffers, self.world_size)
+    def plan(self, elements: int) -> Plan:
+        """What an exchange of `elements` numbers will send, and by which algorithm.
+
+        >>> AllReduce().plan(1000).bytes_sent
+        0
+        """
+        traffic = self._algorithm.traffic(elements, self.world_size)
+        others = self.world_size - 1
+        agreement = others * (HELLO_BYTES + int(self._confirm))
+        steps = traffic.steps + 1 + int(self._confirm) if others else 0
+        dense = ring_bytes(4 * elements, self.world_size)
+        payload = traffic.payload_bytes if others else 0
+        return Plan(self._algorithm.name, elements, self.world_size, payload + agreement, steps, dense)
 
     def start(
         self,
@@ -266,9 +261,7 @@ class AllReduce:
         """
         exchange = self._exchange(flat, bucket, round, weight, optional, hold)
         exchange.check, exchange.describe = check & (2**64 - 1), describe
-        self._prepare(exchange)
-        if keep_own and exchange.error is None:
-            exchange.own = self._algorithm.own(exchange)
+        self._prepare(exchange, keep_own)
         if self._lane is None:
             exchange.run()
             exchange.publish()
@@ -326,10 +319,11 @@ class AllReduce:
         self._sequence += 1
         return exchange
 
-    def _prepare(self, exchange: Exchange) -> None:
+    def _prepare(self, exchange: Exchange, keep_own: bool = False) -> None:
         with Stopwatch() as watch:
             try:
                 self._algorithm.prepare(exchange)
+                exchange.own = self._algorithm.own(exchange) if keep_own else None
             except Exception as error:
                 # The other ranks wait for our hello: they get it, with the news that this rank is unable.
                 exchange.error = error
@@ -388,7 +382,7 @@ class AllReduce:
     def _hello(self, exchange: Exchange) -> Hello:
         flags = exchange.header.flags | (UNABLE if exchange.error is not None else 0)
         flags |= OPTIONAL if exchange.optional else 0
-        if exchange.previous is not None and exchange.previous.error is not None:
+        if exchange.previous is not None and exchange.previous.broken:
             flags |= ABORTED
         if exchange.previous is not None and exchange.previous.receipt.skipped:
             flags |= SKIPPED
@@ -477,7 +471,8 @@ class AllReduce:
         names = [] if self._feedback is None else list(self._feedback.init(0, torch.device("cpu")))
         if self._feedback is not None and two_phase:
             names.append("owner_residual")
-        if isinstance(self._reduce, Rule) and self._reduce.stateful:
+        history = isinstance(self._codec, SharedTopK) and self._codec.support == "history"
+        if history or (isinstance(self._reduce, Rule) and self._reduce.stateful):
             names.append("owner_previous" if two_phase else "previous")
         return tuple(names)
 
@@ -504,7 +499,7 @@ def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {allowed} but is: {value!r}")
 
 
-def _resolve_feedback(feedback: Feedback | str | None, codec: Codec | None) -> Feedback | None:
+def _resolve_feedback(feedback: Feedback | str | None, codec: Codec | SharedTopK | None) -> Feedback | None:
     if feedback == "auto":
         return None if codec is None or codec.unbiased else EF14()
     if isinstance(feedback, Feedback) and codec is None:

@@ -1,4 +1,4 @@
-"""Uncompressed all-reduce: one sum by the backend, our own scaling.
+"""Plain sums of float vectors: one sum by the backend, our own scaling.
 
 The backend's own averaging is not used: gloo's has been wrong and NCCL's differs in rounding. Traffic of a ring:
 2 (N - 1) / N of the vector in each direction.
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .exchange import Exchange, Shares, finite_flags
 from .peers import Peers
+from .plan import Traffic, ring_bytes
 
-__all__ = ["Dense"]
+__all__ = ["Dense", "reduce_dense"]
 
 
 class Dense:
@@ -31,6 +32,10 @@ class Dense:
     def codec_id(self) -> int:
         return 0
 
+    def traffic(self, elements: int, world_size: int) -> Traffic:
+        count = 2 if self._reduce == "mean_contributors" else 1
+        return Traffic(count * ring_bytes(4 * elements, world_size), 2 * count * (world_size - 1))
+
     def prepare(self, exchange: Exchange) -> None:
         exchange.flags = finite_flags(exchange.flat) if exchange.weight > 0 else 0
 
@@ -38,19 +43,28 @@ class Dense:
         return exchange.flat.clone()
 
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
-        x, factor = exchange.flat, shares.factors[peers.rank]
-        if factor == 0.0:
-            x.zero_()
-        counts = (x != 0).to(x.dtype).mul_(factor) if self._reduce == "mean_contributors" else None
-        divisor = shares.divisor
-        if shares.weighted:
-            # Scaled before the sum, so that large token counts as weights cannot overflow it.
-            x.mul_(factor / divisor if counts is None else factor)
-            divisor = 1.0 if counts is None else divisor
-        peers.all_reduce(x)
-        if counts is not None:
+        x = exchange.flat
+        if self._reduce == "mean_contributors":
+            factor = shares.factors[peers.rank]
+            counts = (x != 0).to(x.dtype).mul_(factor)
+            x.mul_(factor) if factor else x.zero_()
+            peers.all_reduce(x)
             peers.all_reduce(counts)
             x.div_(torch.where(counts > 0, counts, 1.0))
-        elif divisor != 1.0:
-            x.div_(divisor)
+        else:
+            reduce_dense(x, peers, shares)
         exchange.result = x
+
+
+def reduce_dense(x: Tensor, peers: Peers, shares: Shares) -> None:
+    """x = sum_r factors[r] x_r / divisor, in place."""
+    factor, divisor = shares.factors[peers.rank], shares.divisor
+    if factor == 0.0:
+        x.zero_()
+    if shares.weighted:
+        # Scaled before the sum, so that large token counts as weights cannot overflow it.
+        x.mul_(factor / divisor)
+        divisor = 1.0
+    peers.all_reduce(x)
+    if divisor != 1.0:
+        x.div_(divisor)

@@ -17,6 +17,7 @@ from ..compress import HAS_INF, HAS_NAN, Feedback
 from ..compress.kernels import kernel, runs_on_kernels, threads
 from .frames import ABSENT, WEIGHTED, FrameHeader
 from .peers import Peers
+from .plan import Traffic
 from .receipt import Receipt
 
 __all__ = ["Algorithm", "Buffers", "Exchange", "Shares"]
@@ -42,9 +43,8 @@ class Exchange:
     previous: Exchange | None = None  # an earlier exchange of the same bucket, not finished when this one started
     base: State | None = None  # the feedback state this exchange builds on
     candidate: State | None = None  # what replaces it on success
-    owner_base: State = field(
-        default_factory=dict
-    )  # what the reducing side keeps: the owner's residual, a rule's memory
+    # What the reducing side keeps: the owner's residual, a rule's memory.
+    owner_base: State = field(default_factory=dict)
     owner_candidate: State = field(default_factory=dict)
     frames: Tensor | None = None  # uint8, what this rank sends first
     flags: int = 0
@@ -58,6 +58,12 @@ class Exchange:
     @property
     def elements(self) -> int:
         return self.flat.numel()
+
+    @property
+    def broken(self) -> bool:
+        """Whether this exchange, or one that it builds on, has failed."""
+        previous = self.previous  # another thread may forget it any time
+        return self.error is not None or (previous is not None and previous.broken)
 
     @property
     def header(self) -> FrameHeader:
@@ -95,6 +101,9 @@ class Algorithm(Protocol):
 
     def codec_id(self) -> int:
         """Codec id for the hello."""
+
+    def traffic(self, elements: int, world_size: int) -> Traffic:
+        """What one rank sends for a vector."""
 
     def prepare(self, exchange: Exchange) -> None:
         """Encode `exchange.flat`; set `frames`, `flags` and `candidate`."""

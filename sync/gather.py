@@ -18,6 +18,7 @@ from ..compress import Codec, Feedback
 from .exchange import Buffers, Exchange, Shares, Stopwatch, initial_state
 from .frames import HEADER_BYTES, frame_bytes, parse_frame, write_header
 from .peers import FIRST, Peers
+from .plan import Traffic
 from .reduction import Message, Reduction
 from .robust import Rule
 
@@ -37,6 +38,9 @@ class AllGather:
 
     def codec_id(self) -> int:
         return self._codec.id
+
+    def traffic(self, elements: int, world_size: int) -> Traffic:
+        return Traffic((world_size - 1) * frame_bytes(self._codec.nbytes(elements)), 1)
 
     def prepare(self, exchange: Exchange) -> None:
         length = self._codec.nbytes(exchange.elements)

@@ -82,6 +82,19 @@ class Peers:
         self._call(lambda: dist.all_reduce(x, op=dist.ReduceOp.SUM, group=self.group))
         self._count(2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
 
+    def broadcast(self, message: Tensor, source: int, kind: int) -> None:
+        """Copy `message`, uint8, from rank `source` to all; the source sends it N - 1 times."""
+        if self.world_size == 1:
+            return
+        if not self.point_to_point:
+            self._call(lambda: dist.broadcast(message, self._global[source], group=self.group))
+            self.sent += message.numel() * (self.world_size - 1) if self.rank == source else 0
+            self.received += 0 if self.rank == source else message.numel()
+            return
+        outgoing = [message if self.rank == source else None] * self.world_size
+        slots = [message if rank == source else None for rank in range(self.world_size)]
+        Arrival(self, outgoing, slots, kind).finish()
+
     def all_gather_object(self, value: object) -> list[Any]:
         """One picklable object from every rank. Used on the way to an error only; not counted."""
         values: list[Any] = [None] * self.world_size
@@ -118,11 +131,13 @@ class Arrival:
     """Messages on their way from every peer. `slot(r)` waits for rank r's; `finish` for all, ours included.
 
     Args:
+        outgoing: what goes to each rank, None: nothing. The own entry is what `slot` returns for this rank.
+        slots: where each rank's message goes, None: none is expected.
         kind: of the point-to-point messages to post; None: a collective has brought everything already.
     """
 
     def __init__(
-        self, peers: Peers, outgoing: Sequence[Tensor], slots: Sequence[Tensor], kind: int | None = None
+        self, peers: Peers, outgoing: Sequence[Tensor | None], slots: Sequence[Tensor | None], kind: int | None = None
     ) -> None:
         self._peers = peers
         self._slots = list(slots)
@@ -133,16 +148,19 @@ class Arrival:
         if kind is not None and peers.world_size > 1:
             self._post(outgoing, kind)
 
-    def _post(self, outgoing: Sequence[Tensor], kind: int) -> None:
+    def _post(self, outgoing: Sequence[Tensor | None], kind: int) -> None:
         # Nearest neighbour first, so that not everybody floods rank 0 at once.
         world_size, rank = self._peers.world_size, self._peers.rank
         for step in range(1, world_size):
             source, target = (rank - step) % world_size, (rank + step) % world_size
-            self._try(source, partial(self._receive, source, kind))
-            self._try(target, partial(self._send, outgoing[target], target, kind))
+            slot, message = self._slots[source], outgoing[target]
+            if slot is not None:
+                self._try(source, partial(self._receive, slot, source, kind))
+            if message is not None:
+                self._try(target, partial(self._send, message, target, kind))
 
-    def _receive(self, rank: int, kind: int) -> None:
-        self._receiving[rank] = self._peers.irecv(self._slots[rank], rank, kind)
+    def _receive(self, slot: Tensor, rank: int, kind: int) -> None:
+        self._receiving[rank] = self._peers.irecv(slot, rank, kind)
 
     def _send(self, message: Tensor, rank: int, kind: int) -> None:
         self._sending[rank] = self._peers.isend(message, rank, kind)
@@ -167,7 +185,9 @@ class Arrival:
             self._try(rank, work.wait)
         if rank in self._failed:
             self.finish()
-        return self._slots[rank]
+        message = self._slots[rank]
+        assert message is not None
+        return message
 
     def __enter__(self) -> Arrival:
         return self
@@ -186,7 +206,7 @@ class Arrival:
         if self._failed:
             first = min(self._failed)
             raise network_error(self._failed[first], sorted(self._failed)) from self._failed[first]
-        return self._slots
+        return [slot for slot in self._slots if slot is not None]
 
 
 def network_error(error: RuntimeError, ranks: Sequence[int]) -> PeerFailure:

@@ -60,17 +60,17 @@ class States:
         """Bring in what earlier exchanges have added since this one was encoded. Called before it communicates.
 
         What encoding did not replace (EF21's aggregate, or everything where this rank's weight is 0) is shared with the
-        state before it. A held exchange gets copies, or it could not be undone.
+        state before it.
         """
         with self._lock:
             newest = self._newest(exchange.previous, exchange.bucket)
             exchange.owner_base = self._newest_owner(exchange.previous, exchange.bucket)
-            if exchange.candidate is None or exchange.base is None:
+            if exchange.candidate is None or exchange.base is None:  # to be encoded later
+                exchange.base = dict(newest) or exchange.base
                 return
             for name, tensor in exchange.candidate.items():
                 if tensor is exchange.base.get(name):
-                    current = newest.get(name, tensor)
-                    exchange.candidate[name] = current.clone() if exchange.hold else current
+                    exchange.candidate[name] = exchange.base[name] = newest.get(name, tensor)
 
     def _newest(self, before: Exchange | None, bucket: int) -> State:
         if before is not None and not before.settled and before.candidate is not None:
@@ -88,6 +88,10 @@ class States:
             exchange.hold = False
             self.drop(exchange)
             return
+        if exchange.hold and exchange.candidate is not None and exchange.base is not None:
+            with self._lock:  # what is shared with the state before must survive a discard
+                shared = [name for name, tensor in exchange.candidate.items() if tensor is exchange.base.get(name)]
+                exchange.candidate.update({name: exchange.candidate[name].clone() for name in shared})
         if exchange.candidate is not None and self._feedback is not None:
             exchange.result = self._feedback.aggregate(exchange.result, exchange.candidate)
         exchange.frames = None
@@ -140,7 +144,7 @@ class States:
         with self._lock:
             last, best = self._latest.get(bucket), None
             while last is not None and not last.settled:
-                if best is None and last.finished.is_set() and last.error is None:
+                if best is None and last.finished.is_set() and not last.broken:
                     best = last
                 last = last.previous
             state = {**self._newest(best, bucket), **self._newest_owner(best, bucket)}

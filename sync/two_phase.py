@@ -26,6 +26,7 @@ from .frames import ABSENT, FAILED, HEADER_BYTES, FrameHeader, parse_frame, writ
 from .gather import encode
 from .hello import exchange_votes
 from .peers import FIRST, PARTIAL, SECOND, Arrival, Peers
+from .plan import Traffic
 from .reduction import Message, Reduction
 from .robust import Rule
 from .slices import Partition, SlicedCodec, common_block, slice_bucket
@@ -64,6 +65,11 @@ class TwoPhase:
     def partition(self, elements: int) -> Partition:
         """Which rank owns what of a vector."""
         return Partition(elements, self._world_size, common_block(self._first, self._second))
+
+    def traffic(self, elements: int, world_size: int) -> Traffic:
+        partition = self.partition(elements)
+        slots = partition.slot_bytes(self._first) + partition.slot_bytes(self._second)
+        return Traffic((world_size - 1) * slots, 2)
 
     def prepare(self, exchange: Exchange) -> None:
         sliced = SlicedCodec(self._first, self.partition(exchange.elements))
