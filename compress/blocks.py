@@ -5,30 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .codec import HAS_INF, HAS_NAN, Codec, check_body
-
 MAX_KERNEL_BLOCK = 4096  # larger blocks are encoded by torch operations on every level
-
-
-def clean(x: Tensor) -> tuple[Tensor, int]:
-    """(x as float32 with NaN and infinities replaced by zero, flags). Does not copy where nothing changes."""
-    values = x.to(torch.float32)
-    finite = torch.isfinite(values)
-    if bool(finite.all()):
-        return values, 0
-    flags = (HAS_NAN if bool(values.isnan().any()) else 0) | (HAS_INF if bool(values.isinf().any()) else 0)
-    return values.masked_fill(~finite, 0.0), flags
-
-
-def check_feedback(codec: Codec, x: Tensor, residual: Tensor, candidate: Tensor, out: Tensor) -> None:
-    """Raise ValueError unless the tensors fit `codec.encode_feedback`."""
-    for name, tensor in (("x", x), ("residual", residual), ("candidate", candidate)):
-        if tensor.dtype != torch.float32 or tensor.shape != (x.numel(),) or not tensor.is_contiguous():
-            raise ValueError(
-                f"encode_feedback takes contiguous float32 vectors of {x.numel()} elements but {name} is "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}"
-            )
-    check_body(out, codec.nbytes(x.numel()))
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -26,17 +26,16 @@ from .blocks import (
     as_bytes,
     bf16_scale_up,
     block_scale,
-    check_feedback,
-    clean,
     divide,
     from_bytes,
     pow2_scale_up,
     write_sections,
 )
-from .codec import SATURATED, TINY, Codec, check_decode, check_encode, pad4
+from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
 from .packing import as_blocks, pack_bits, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
+from .ranges import finite_part
 
 __all__ = ["Int", "Int2", "Int4", "Int8"]
 
@@ -132,7 +131,7 @@ class Int(Codec):
         if self.unbiased:
             seed, stream = bucket_seed(self.seed, bucket), noise_stream(rank)
             u = uniform(x.numel(), seed=seed, stream=stream, step=step, device=x.device)
-        values, flags = clean(x)
+        values, flags = finite_part(x)
         if self.affine:
             scales, codes, clipped = _quantize_affine(values, self.block, self._levels, u)
             flags |= clipped

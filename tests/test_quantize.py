@@ -210,5 +210,5 @@ def test_wrong_buffers_are_refused() -> None:
         codec.encode(torch.ones(8), torch.empty(11, dtype=torch.uint8))
     with pytest.raises(ValueError, match="contiguous 1-D"):
         codec.encode(torch.ones(2, 4), torch.empty(12, dtype=torch.uint8))
-    with pytest.raises(ValueError, match="encode_feedback takes"):
+    with pytest.raises(ValueError, match="error feedback takes"):
         codec.encode_feedback(torch.ones(8), torch.ones(7), torch.ones(8), torch.empty(12, dtype=torch.uint8))
