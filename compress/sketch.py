@@ -43,10 +43,11 @@ class CountSketch(Codec):
     summed as float vectors; what is decoded from the sum is the estimate of the sum. The hashes depend on the seed and
     the bucket alone, so tables of different rounds may be added too.
 
-    Guarantee: one row's estimate is unbiased with variance at most ||x||^2 / columns; the median over the rows is
-    within 3 ||x|| / sqrt(columns) with a probability that approaches 1 exponentially in `rows`. Decoding is no
-    contraction: small elements drown in the noise of large ones. For training, use `fetchsgd_step`, which takes the
-    largest estimates only and keeps the error in the sketch.
+    Guarantee: over the draw of the hashes every estimate is unbiased; one row's has variance at most
+    ||x||^2 / columns, and the median over the rows is within 3 ||x|| / sqrt(columns) with a probability that approaches
+    1 exponentially in `rows`. Decoding is no contraction: small elements drown in the noise of large ones, and error
+    feedback around it diverges. For training, use `fetchsgd_step`, which takes the largest estimates only and keeps
+    the error in the sketch.
 
     Args:
         rows: r, number of hashes, 1 to 63. Default 5.
@@ -81,6 +82,13 @@ class CountSketch(Codec):
     @property
     def block(self) -> int:
         return 2**62  # a table belongs to one whole vector
+
+    @property
+    def unbiased(self) -> bool:
+        return True
+
+    def omega(self, n: int) -> float | None:
+        return (n - 1) / self.columns(n) if n and self.rows == 1 else None
 
     def columns(self, n: int) -> int:
         """Cells of each row for n elements."""
