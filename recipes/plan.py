@@ -31,6 +31,7 @@ from lowcomm.sync.slices import Partition
 __all__ = ["Network", "Plan", "main", "plan", "traffic"]
 
 BANDWIDTHS = (1e8, 1e9, 1e10)  # bits per second
+VOTE_BYTES = 1  # after the exchange every rank says whether it succeeded
 TARGET = 0.95  # share of time that computing should take
 
 
@@ -186,14 +187,14 @@ def plans_at(network: Network, options: argparse.Namespace, codecs: Sequence[tup
     common = {"step_seconds": options.step_time, "target": options.target}
     gradients = traffic(n, workers, None, options.gradient_bytes)
     rows = [plan("synchronous", network, gradients, **common)]
-    hello = HELLO_BYTES * (workers - 1)
+    agreement = (HELLO_BYTES + VOTE_BYTES) * (workers - 1)
     for name, codec in [("float32", None), *codecs]:
         num_bytes, messages = traffic(n, workers, codec)
         rows += [
             plan(
                 f"every {steps}, {name}",
                 network,
-                (num_bytes + hello, messages + 1),
+                (num_bytes + agreement, messages + 2),
                 sync_every=steps,
                 overlap=options.overlap,
                 synchronous_step=rows[0].round_seconds,

@@ -29,6 +29,8 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
     dist.init_process_group("nccl" if cuda else "gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
@@ -37,8 +39,8 @@ def main() -> None:
     model = Transformer(ModelSettings()).to(device)
     batches = iter(Batches(text.train, options.batch, model.settings.context, rank, world_size))
 
-    optimizer: torch.optim.Optimizer = inner_optimizer(model, options.lr)
-    optimizer = DiLoCo(optimizer, sync_every=options.sync_every, outer_lr=1.0, outer_momentum=0.3, compress=Int4())
+    inner = inner_optimizer(model, options.lr)
+    optimizer = DiLoCo(inner, sync_every=options.sync_every, outer_lr=1.0, outer_momentum=0.3, compress=Int4())
     scheduler = schedule(optimizer, options.steps, warmup=options.steps // 10)
 
     for step in range(1, options.steps + 1):
@@ -49,7 +51,7 @@ def main() -> None:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 20 == 0:
+        if rank == 0 and step % max(1, options.steps // 20) == 0:
             print(f"step {step}, loss {loss.item():.4f}, {optimizer.bytes_sent / 1e6:.2f} MB sent", flush=True)
 
     optimizer.flush()  # the workers agree

@@ -167,12 +167,13 @@ def schedule(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch
 @torch.no_grad()
 def evaluate(model: Transformer, text: Tensor, count: int, rank: int = 0, world_size: int = 1) -> float:
     """Mean cross-entropy in nats over `count` evenly spread sequences; the workers share the work."""
-    context = model.settings.context
+    context, device = model.settings.context, model.embedding.weight.device
     starts = torch.linspace(0, text.numel() - context - 1, count, dtype=torch.float64).long()
-    total = torch.zeros((), dtype=torch.float64)
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for chosen in starts[rank::world_size].split(EVALUATION_BATCH):
         tokens, targets = windows(text, chosen, context)
-        total += F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum").double()
+        logits = model(tokens.to(device)).flatten(0, 1)
+        total += F.cross_entropy(logits, targets.to(device).flatten(), reduction="sum").double()
     if world_size > 1:
         dist.all_reduce(total)
     return float(total) / (count * context)
