@@ -299,8 +299,12 @@ def plot(qualities: list[Quality], path: Path) -> None:
         for q in qualities:
             error = getattr(q, distribution)
             axis.scatter(q.bits, error, marker="x" if q.peer else "o", color="tab:gray" if q.peer else "tab:blue")
-            axis.annotate(q.codec, (q.bits, error), fontsize=7, xytext=(3, 3), textcoords="offset points")
+            if not q.peer:  # names of peers would cover each other; the table has them
+                axis.annotate(q.codec, (q.bits, error), fontsize=8, xytext=(5, 4), textcoords="offset points")
+        axis.margins(x=0.3)
         axis.set(xscale="log", yscale="log", title=distribution, xlabel="bits per element")
         axis.grid(alpha=0.3)
+    if any(q.peer for q in qualities):
+        figure.suptitle("dots: lowcomm, crosses: other libraries", fontsize=9)
     axes[0].set_ylabel("||x - decoded||^2 / ||x||^2")
     figure.savefig(path, dpi=120)
