@@ -6,7 +6,8 @@
 Every codec takes turns with `torch.distributed.all_reduce` within each round; the speed-up is the median over the
 rounds of the ratio of the two times (larger is faster), the slowest rank counting. All ranks, encoding, decoding and
 the network share this machine, so the ratios are those of a very fast network: a slow one comes closer to the ratio of
-bytes.
+bytes. "CPU" is the same ratio for the processor time of all threads of a rank, which other work on the machine disturbs
+less.
 The last line of the output is one JSON object with everything.
 """
 
@@ -32,7 +33,7 @@ from .measure import machine
 __all__ = ["main"]
 
 CODECS = ("None", "Cast('bf16')", "Int8()", "Int4()", "TopK()")
-_COLUMNS = ("codec", "algorithm", "ms", "speed-up", "MB sent", "encode ms", "wire ms", "decode ms")
+_COLUMNS = ("codec", "algorithm", "ms", "speed-up", "CPU", "MB sent", "encode ms", "wire ms", "decode ms")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,21 +76,25 @@ def _row(text: str, x: torch.Tensor, rounds: int) -> tuple[str | float, ...]:
     reducer = AllReduce(codec=_codec(text), feedback="auto")
     plain, flat = x.clone(), x.clone()
     ours, theirs, receipts = [], [], []
+    our_cpu, their_cpu = [], []
     for index in range(rounds + 2):
         flat.copy_(x)
         plain.copy_(x)
-        start = _together()
+        start, cpu = _together(), time.process_time()
         dist.all_reduce(plain)
+        their_cpu.append(time.process_time() - cpu)
         theirs.append(_slowest(time.perf_counter() - start))
-        start = _together()
+        start, cpu = _together(), time.process_time()
         work = reducer.reduce(flat, round=index)
+        our_cpu.append(time.process_time() - cpu)
         ours.append(_slowest(time.perf_counter() - start))
         receipts.append(work.wait())
         flat = work.result
     ratio = statistics.median(t / o for t, o in zip(theirs[2:], ours[2:], strict=True))
+    cpu_ratio = statistics.median(t / o for t, o in zip(their_cpu[2:], our_cpu[2:], strict=True))
     parts = [_median(receipts[2:], name) for name in ("encode_ms", "wire_ms", "decode_ms")]
     sent = receipts[-1].bytes_sent / 1e6
-    return (text, receipts[-1].algorithm, statistics.median(ours[2:]) * 1e3, ratio, sent, *parts)
+    return (text, receipts[-1].algorithm, statistics.median(ours[2:]) * 1e3, ratio, cpu_ratio, sent, *parts)
 
 
 def _together() -> float:

@@ -1,6 +1,7 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
 
 from .allreduce import AllReduce, Work
+from .ddp import DDPHook, ddp_hook
 from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
 from .fingerprint import agree_on_tensors, fingerprint
 from .groups import resolve_group
@@ -26,6 +27,7 @@ __all__ = [
     "AllReduce",
     "CenteredClipping",
     "CorruptFrame",
+    "DDPHook",
     "Disagreement",
     "GeometricMedian",
     "GradientAgreement",
@@ -45,6 +47,7 @@ __all__ = [
     "TrimmedMean",
     "Work",
     "agree_on_tensors",
+    "ddp_hook",
     "fingerprint",
     "gather_rows",
     "resolve_group",

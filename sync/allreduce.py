@@ -77,6 +77,11 @@ class Work:
         """Whether `wait` would return (or raise) at once."""
         return self._exchange.finished.is_set()
 
+    def then(self, callback: Callable[[], None]) -> None:
+        """Call `callback`, which must not raise, when the exchange has ended, well or not: in the helper thread, or now
+        if it has ended already."""
+        self._exchange.when_finished(callback)
+
     def commit(self) -> None:
         """Make the feedback state of an exchange with `hold=True` the committed one; a second call does nothing.
 
@@ -136,6 +141,7 @@ class AllReduce:
             elements as 0).
         confirm: end every exchange with one byte from each rank to each rank, so that an exchange that failed on any
             rank fails on all. Costs one round trip.
+        statistics: fill in density, residual norm and cosine of receipts. Costs a copy of each vector and some passes.
 
     Raises:
         ValueError: an unknown option, or one that does not fit the others.
@@ -157,6 +163,7 @@ class AllReduce:
         second_codec: Codec | None = None,
         nonfinite: str = "raise",
         confirm: bool = True,
+        statistics: bool = False,
     ) -> None:
         _check_option("algorithm", algorithm, _ALGORITHMS)
         if not isinstance(reduce, Rule):
@@ -166,6 +173,7 @@ class AllReduce:
         self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
         self._second_codec = second_codec
         self._algorithm_option, self._reduce, self._nonfinite, self._confirm = algorithm, reduce, nonfinite, confirm
+        self._statistics = statistics
         self._buffers = Buffers()
         self._states = States(self._feedback, self._buffers, self._chained())
         self._join(self._group)
@@ -322,6 +330,7 @@ class AllReduce:
     def _prepare(self, exchange: Exchange, keep_own: bool = False) -> None:
         with Stopwatch() as watch:
             try:
+                exchange.original = exchange.flat.clone() if self._statistics else None
                 self._algorithm.prepare(exchange)
                 exchange.own = self._algorithm.own(exchange) if keep_own else None
             except Exception as error:
@@ -346,7 +355,9 @@ class AllReduce:
         try:
             self._states.relink(exchange)
             self._communicate(exchange)
+            residual = (exchange.candidate or {}).get("residual")
             self._states.conclude(exchange)
+            _add_statistics(exchange, residual)
         except BaseException:
             self._states.drop(exchange)
             raise
@@ -492,6 +503,18 @@ class AllReduce:
             RuntimeError: an exchange of the bucket is in flight.
         """
         self._states.load(bucket, state)
+
+
+def _add_statistics(exchange: Exchange, residual: Tensor | None) -> None:
+    local, result, receipt = exchange.original, exchange.result, exchange.receipt
+    if local is None or result is None or receipt.skipped:
+        return
+    receipt.density = float((result != 0).double().mean()) if result.numel() else 0.0
+    receipt.residual_norm = None if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
+    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (local, result)]
+    length = float(norms[0] * norms[1])
+    receipt.cosine = float((local.double() @ result.double()) / length) if length > 0 else 0.0
+    exchange.original = None
 
 
 def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -47,6 +47,7 @@ class Exchange:
     owner_base: State = field(default_factory=dict)
     owner_candidate: State = field(default_factory=dict)
     frames: Tensor | None = None  # uint8, what this rank sends first
+    original: Tensor | None = None  # a copy of the vector, for statistics
     flags: int = 0
     error: BaseException | None = None
     result: Tensor | None = None
@@ -54,6 +55,8 @@ class Exchange:
     settled: bool = False  # committed or failed; set under the owner's lock
     finished: threading.Event = field(default_factory=threading.Event)
     drive: Callable[[Exchange], None] | None = None
+    _callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _callback_lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def elements(self) -> int:
@@ -87,8 +90,20 @@ class Exchange:
         self.owner_base, self.owner_candidate = {}, {}
 
     def publish(self) -> None:
-        """Wake the waiters."""
-        self.finished.set()
+        """Wake the waiters, then call the callbacks."""
+        with self._callback_lock:
+            self.finished.set()
+        for callback in self._callbacks:
+            callback()
+        self._callbacks.clear()
+
+    def when_finished(self, callback: Callable[[], None]) -> None:
+        """Call `callback` after `publish`, or at once if that was before."""
+        with self._callback_lock:
+            if not self.finished.is_set():
+                self._callbacks.append(callback)
+                return
+        callback()
 
 
 class Algorithm(Protocol):

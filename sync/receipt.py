@@ -43,6 +43,9 @@ class Receipt:
         blocked_ms: time the caller spent inside `wait`.
         flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
         skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.
+        density: share of elements of the result that are not zero; this and the next two with `statistics=True` only.
+        residual_norm: Euclidean norm of this rank's residual after the exchange; None without a residual.
+        cosine: of the angle between this rank's vector and the result.
         failure: what went wrong and what was done about it, where the caller's policy let training go on.
     """
 
@@ -63,6 +66,9 @@ class Receipt:
     flags: int = 0
     skipped: bool = False
     failure: str = ""
+    density: float | None = None
+    residual_norm: float | None = None
+    cosine: float | None = None
 
     @classmethod
     def combined(cls, receipts: Sequence[Receipt]) -> Receipt:

@@ -215,3 +215,18 @@ def test_options_are_checked() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_statistics_of_receipts() -> None:
+    reducer = AllReduce(codec=SignCodec(), feedback="auto", statistics=True)
+    x = _vector(0, 0)
+    for hold in (False, True):
+        before = reducer.state(0).get("residual", torch.zeros(37))
+        work = reducer.reduce(x.clone(), hold=hold)
+        receipt, sent = work.wait(), work.result
+        assert receipt.density == 1.0
+        assert receipt.cosine == pytest.approx(float(torch.cosine_similarity(x, sent, dim=0)), rel=1e-5)
+        assert receipt.residual_norm == pytest.approx(float((before + x - sent).norm()), rel=1e-5)
+    quiet = AllReduce(statistics=True).reduce(torch.tensor([0.0, 2.0])).wait()
+    assert (quiet.density, quiet.residual_norm, quiet.cosine) == (0.5, None, 1.0)
+    assert AllReduce().reduce(torch.ones(2)).wait().density is None
