@@ -193,5 +193,7 @@ def pad4(nbytes: int) -> int:
 
 def nonfinite_flags(x: Tensor) -> int:
     """HAS_NAN | HAS_INF as found in `x` (torch path)."""
+    if x.numel() == 0 or bool(torch.isfinite(torch.stack(torch.aminmax(x))).all()):
+        return 0
     flags = HAS_NAN if bool(torch.isnan(x).any()) else 0
     return flags | (HAS_INF if bool(torch.isinf(x).any()) else 0)

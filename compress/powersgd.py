@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from .codec import Codec, check_decode, check_encode, nonfinite_flags
+from .kernels import kernel, runs_on_kernels, threads
 from .philox import bucket_seed, uniform
 
 __all__ = [
@@ -50,12 +51,13 @@ _LOST = 1e-6  # a column that loses this much of its norm to the ones before it 
 
 def left_factor(matrix: Tensor, right: Tensor) -> Tensor:
     """P = M Q: (rows, cols) x (cols, rank) -> (rows, rank), float32."""
-    return torch.nan_to_num(matrix @ right)
+    # this layout of the factor is several times faster than the plain product, here and below
+    return torch.nan_to_num(matrix @ right.t().contiguous().t())
 
 
 def right_factor(matrix: Tensor, left: Tensor) -> Tensor:
     """Q = M^T P: (rows, cols), (rows, rank) -> (cols, rank), float32."""
-    return torch.nan_to_num(matrix.t() @ left)
+    return torch.nan_to_num((left.t() @ matrix).t()).contiguous()
 
 
 def orthonormalize(columns: Tensor) -> Tensor:
@@ -81,15 +83,27 @@ def orthonormalize(columns: Tensor) -> Tensor:
     return basis.to(torch.float32)
 
 
-def reconstruct(left: Tensor, right: Tensor) -> Tensor:
+def reconstruct(left: Tensor, right: Tensor, out: Tensor | None = None) -> Tensor:
     """P Q^T, (rows, cols) float32: the products of column j are added to those of the columns before it, in order.
 
     Unlike a matrix product of a library, this gives the same bits on every device.
+
+    Args:
+        left: P, (rows, rank) float32.
+        right: Q, (cols, rank) float32.
+        out: where to write the product; None: in new memory.
     """
-    product = left[:, :1] * right[:, 0]
-    for j in range(1, left.shape[1]):
-        product.add_(left[:, j : j + 1] * right[:, j])
-    return product
+    (rows, rank), cols = left.shape, right.shape[0]
+    out = torch.empty(rows, cols, device=left.device) if out is None else out
+    columns = right.t().contiguous()
+    if runs_on_kernels(left, columns, out):
+        pointers = (left.data_ptr(), columns.data_ptr(), out.data_ptr())
+        kernel("lc_factor_product", "pppllli")(*pointers, rows, cols, rank, threads())
+        return out
+    torch.mul(left[:, :1], columns[0], out=out)
+    for j in range(1, rank):
+        out.add_(left[:, j : j + 1] * columns[j])
+    return out
 
 
 def effective_rank(right: Tensor, energy: float = 0.95) -> int:
@@ -352,6 +366,6 @@ def _assemble(rank: int, layout: _Layout, left: Tensor, right: Tensor, dense: Te
     """Write P Q^T of every matrix and the exact elements to `out`."""
     factors = zip(_split(rank, layout, left, True), _split(rank, layout, right, False), strict=True)
     for matrix, (p, q) in zip(layout.matrices, factors, strict=True):
-        _matrix(out, matrix).copy_(reconstruct(p, q))
+        reconstruct(p, q, _matrix(out, matrix))
     for (start, stop), part in zip(layout.dense, torch.split(dense, [b - a for a, b in layout.dense]), strict=True):
         out[start:stop] = part

@@ -16,8 +16,10 @@ from lowcomm.compress import (
     HAS_NAN,
     PowerIteration,
     PowerSGD,
+    available_levels,
     effective_rank,
     orthonormalize,
+    use_kernel_level,
 )
 from lowcomm.compress.powersgd import left_factor, reconstruct, right_factor
 from ranks import run_ranks
@@ -133,6 +135,19 @@ def test_a_zero_round_does_not_kill_the_warm_start() -> None:
     assert not warm.any()
     update, _, _ = exchange(CODEC, [x], warm)
     assert torch.equal(update, exchange(CODEC, [x])[0]) and update.any()
+
+
+@pytest.mark.parametrize(("rows", "cols", "rank"), [(1, 1, 1), (3, 7, 2), (70, 33, 5), (5, 2100, 3)])
+def test_products_have_the_same_bits_at_every_level(rows: int, cols: int, rank: int) -> None:
+    left, right = gaussian(rows, rank), gaussian(cols, rank, seed=1)
+    left[0] = 0.0
+    right[0] = -1.0
+    results = []
+    for level in available_levels():
+        with use_kernel_level(level):
+            results.append(reconstruct(left, right))
+    assert torch.allclose(results[0], left @ right.t(), atol=1e-5)
+    assert all(torch.equal(result.view(torch.int32), results[0].view(torch.int32)) for result in results)
 
 
 def test_effective_rank() -> None:
