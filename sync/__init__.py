@@ -6,6 +6,7 @@ from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure,
 from .fingerprint import agree_on_tensors, fingerprint
 from .groups import resolve_group
 from .handover import gather_rows, send_to
+from .islands import IslandAllReduce
 from .plan import Plan
 from .receipt import Receipt
 from .robust import (
@@ -31,6 +32,7 @@ __all__ = [
     "Disagreement",
     "GeometricMedian",
     "GradientAgreement",
+    "IslandAllReduce",
     "Krum",
     "MajorityVote",
     "Median",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -52,10 +52,18 @@ _REDUCTIONS = ("mean", "sum", "mean_contributors")
 _POLICIES = ("raise", "skip", "use")
 
 
+class Settling(Protocol):
+    """Who commits or discards a held exchange."""
+
+    def commit(self, exchange: Exchange) -> None: ...
+
+    def discard(self, exchange: Exchange) -> None: ...
+
+
 class Work:
     """Handle of one exchange. `wait` first, then `result`."""
 
-    def __init__(self, exchange: Exchange, states: States) -> None:
+    def __init__(self, exchange: Exchange, states: Settling) -> None:
         self._exchange, self._states = exchange, states
 
     def wait(self) -> Receipt:
@@ -293,6 +301,9 @@ class AllReduce:
         exchange = self._exchange(flat, bucket, round, weight, optional, hold)
         exchange.check, exchange.describe = check & (2**64 - 1), describe
         self._prepare(exchange)
+        return self._run_here(exchange)
+
+    def _run_here(self, exchange: Exchange) -> Work:
         work = Work(exchange, self._states)
         if self._lane is None:
             exchange.run()
@@ -302,13 +313,39 @@ class AllReduce:
         work.wait()
         return work
 
+    def exchange_slice(self, part: Tensor, whole: Exchange, weight: float, flags: int, error: Exception | None) -> Work:
+        """For IslandAllReduce: reduce and hold a slice, on behalf of ranks that have agreed among themselves.
+
+        Args:
+            part: (m,) float32. Consumed.
+            whole: the exchange it is a slice of.
+            weight: of the island.
+            flags: found in the whole vector.
+            error: what keeps this rank from taking part; the others are told.
+        """
+        exchange = self._exchange(part, whole.bucket, whole.round, weight, optional=False, hold=True)
+        exchange.check, exchange.describe = whole.check, whole.describe
+        if error is None:
+            self._prepare(exchange)
+        else:
+            exchange.error = error
+        exchange.flags |= flags
+        return self._run_here(exchange)
+
+    def prepare_overlap(self) -> None:
+        """Let the lane have its own group. All ranks of the group call it.
+
+        Raises:
+            SyncError, RuntimeError: some rank did not.
+        """
+        if self._lane is not None and self._lane.group is None:
+            exchange_votes(self._peers, True)  # so that an absent rank is named
+            self._lane.group = private_group(self._group)
+
     def _use_group(self, exchange: Exchange) -> bool:
-        """Before an overlapped exchange: let the lane have its own group. False: that and so the exchange failed."""
-        assert self._lane is not None
+        """Before an overlapped exchange. False: the lane got no group, and so the exchange failed."""
         try:
-            if self._lane.group is None:
-                exchange_votes(self._peers, True)  # so that an absent rank is named
-                self._lane.group = private_group(self._group)
+            self.prepare_overlap()
         except RuntimeError as error:
             exchange.error = error if isinstance(error, SyncError) else network_error(error, ())
             self._states.drop(exchange)
@@ -319,7 +356,7 @@ class AllReduce:
     def _exchange(self, flat: Tensor, bucket: int, round: int, weight: float, optional: bool, hold: bool) -> Exchange:
         if "_peers" not in self.__dict__:
             raise RuntimeError("this object was unpickled and has no process group; call connect(process_group) first")
-        self._check_arguments(flat, bucket, round, weight)
+        self.check_arguments(flat, bucket, round, weight)
         receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
         exchange.optional, exchange.hold, exchange.drive = optional, hold, self._drive
@@ -338,7 +375,8 @@ class AllReduce:
                 exchange.error = error
         exchange.receipt.encode_ms = watch.ms
 
-    def _check_arguments(self, flat: Tensor, bucket: int, round: int, weight: float) -> None:
+    def check_arguments(self, flat: Tensor, bucket: int, round: int, weight: float) -> None:
+        """Raise ValueError for what no rank could use."""
         allowed = (torch.float32, torch.float64) if isinstance(self._algorithm, Dense) else (torch.float32,)
         if flat.dim() != 1 or flat.dtype not in allowed or not flat.is_contiguous():
             raise ValueError(
@@ -379,9 +417,9 @@ class AllReduce:
             receipt.wire_ms = (peers.wire_seconds - wire) * 1e3
 
     def _agree(self, exchange: Exchange, peers: Peers) -> list[Hello]:
-        hellos = exchange_hellos(peers, self._hello(exchange))
+        hellos = exchange_hellos(peers, self.hello(exchange))
         receipt = exchange.receipt
-        check_agreement(peers, hellos, lambda: self._description(exchange))
+        check_agreement(peers, hellos, lambda: self.description(exchange))
         if exchange.error is not None:
             raise exchange.error
         check_able(hellos)
@@ -390,7 +428,8 @@ class AllReduce:
         receipt.flags = combined_flags(hellos)
         return hellos
 
-    def _hello(self, exchange: Exchange) -> Hello:
+    def hello(self, exchange: Exchange) -> Hello:
+        """What this rank says before the exchange."""
         flags = exchange.header.flags | (UNABLE if exchange.error is not None else 0)
         flags |= OPTIONAL if exchange.optional else 0
         if exchange.previous is not None and exchange.previous.broken:
@@ -415,7 +454,8 @@ class AllReduce:
         options = {"reduce": reduce, "nonfinite": self._nonfinite, "confirm": self._confirm}
         return {**self._algorithm.settings(), "dtype": str(exchange.flat.dtype), **options}
 
-    def _description(self, exchange: Exchange) -> dict[str, object]:
+    def description(self, exchange: Exchange) -> dict[str, object]:
+        """Names and values of everything that ranks must agree on."""
         named = {"bucket": exchange.bucket, "round": exchange.round, "vector length": exchange.elements}
         theirs = {} if exchange.describe is None else exchange.describe()
         return {**self._settings(exchange), **named, **theirs}

@@ -12,6 +12,7 @@ _SUMMED = (
     "bytes_sent",
     "bytes_received",
     "header_bytes",
+    "island_bytes",
     "encode_ms",
     "wire_ms",
     "decode_ms",
@@ -43,6 +44,7 @@ class Receipt:
         blocked_ms: time the caller spent inside `wait`.
         flags: OR over all ranks of HAS_NAN, HAS_INF and SATURATED.
         skipped: the round was dropped because of non-finite values (`nonfinite="skip"`); the result is zero.
+        island_bytes: bytes this rank sent inside its island, which are not in `bytes_sent`.
         density: share of elements of the result that are not zero; this and the next two with `statistics=True` only.
         residual_norm: Euclidean norm of this rank's residual after the exchange; None without a residual.
         cosine: of the angle between this rank's vector and the result.
@@ -66,6 +68,7 @@ class Receipt:
     flags: int = 0
     skipped: bool = False
     failure: str = ""
+    island_bytes: int = 0
     density: float | None = None
     residual_norm: float | None = None
     cosine: float | None = None
