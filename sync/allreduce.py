@@ -47,7 +47,7 @@ from .two_phase import TwoPhase
 __all__ = ["AllReduce", "Work"]
 
 State = dict[str, Tensor]
-_ALGORITHMS = ("auto", "all_gather", "two_phase", "linear", "union")
+_ALGORITHMS = ("auto", "all_gather", "two_phase", "linear", "union", "ring")
 _REDUCTIONS = ("mean", "sum", "mean_contributors")
 _POLICIES = ("raise", "skip", "use")
 
@@ -139,8 +139,9 @@ class AllReduce:
         feedback: None, "auto" (EF14 unless the codec is unbiased or None), or a Feedback.
         algorithm: "all_gather" (each rank sends its message to all; one lossy encoding), "two_phase" (each rank sums
             and re-encodes one slice; 2 / N of the bytes), "linear" (sums the bodies of linear codecs as floats),
-            "union" (sums sparse vectors on the union of their supports), or "auto": linear for linear codecs, two
-            phases for those that can be applied again, from three ranks on, all-gather for all others.
+            "union" (sums sparse vectors on the union of their supports), "ring" (encodes running sums: its error grows
+            with the number of ranks), or "auto": linear for linear codecs, two phases for those that can be applied
+            again, from three ranks on, all-gather for all others.
         reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
             ranks that sent a value other than zero there; or a robust rule, such as `Median()`.
         second_codec: codec of the second phase; None: the same.

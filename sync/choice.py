@@ -7,6 +7,7 @@ from .dense import Dense
 from .exchange import Algorithm, Buffers
 from .gather import AllGather
 from .linear import Linear
+from .ring import Ring
 from .robust import Rule
 from .shared import Shared, SharedTopK
 from .two_phase import TwoPhase
@@ -37,6 +38,8 @@ def choose(
         raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
     if second is not None and option not in ("auto", "two_phase"):
         raise ValueError(f'second_codec belongs to algorithm="two_phase" but algorithm is {option!r}; remove it')
+    if option == "ring":
+        return _ring(codec, feedback, reduce, buffers, world_size)
     if option in ("linear", "union") or isinstance(codec, SharedTopK):
         return _float_sum(codec, feedback, option, reduce, buffers)
     if codec is None:
@@ -53,6 +56,19 @@ def choose(
     if option == "all_gather" or not possible or (option == "auto" and world_size <= 2):
         return AllGather(codec, feedback, reduce, buffers)
     return TwoPhase(codec, again, feedback, reduce, buffers, world_size)
+
+
+def _ring(
+    codec: Codec | SharedTopK | None, feedback: Feedback | None, reduce: str | Rule, buffers: Buffers, world_size: int
+) -> Algorithm:
+    if not isinstance(codec, Codec) or not (codec.fixed_size and codec.requantizable):
+        raise ValueError(f'algorithm="ring" needs a codec with fixed_size and requantizable but codec is: {codec!r}')
+    if feedback is not None or reduce not in ("mean", "sum"):
+        raise ValueError(
+            f'algorithm="ring" encodes running sums: it knows no error feedback and only "mean" and "sum", but got '
+            f'feedback={feedback!r}, reduce={reduce!r}; use algorithm="two_phase"'
+        )
+    return Ring(codec, buffers, world_size)
 
 
 def _uncompressed(

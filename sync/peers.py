@@ -95,6 +95,21 @@ class Peers:
         slots = [message if rank == source else None for rank in range(self.world_size)]
         Arrival(self, outgoing, slots, kind).finish()
 
+    def shift(self, message: Tensor, slot: Tensor, kind: int) -> None:
+        """Send `message` to the next rank, wrapping around, and receive the previous one's in `slot`."""
+        right, left = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
+        if self.point_to_point:
+            outgoing = [message if rank == right else None for rank in range(self.world_size)]
+            slots = [slot if rank == left else None for rank in range(self.world_size)]
+            Arrival(self, outgoing, slots, kind).finish()
+            return
+        pair = [
+            dist.P2POp(dist.isend, message, self._global[right], group=self.group),
+            dist.P2POp(dist.irecv, slot, self._global[left], group=self.group),
+        ]
+        self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(pair)])
+        self._count(message.numel())
+
     def all_gather_object(self, value: object) -> list[Any]:
         """One picklable object from every rank. Used on the way to an error only; not counted."""
         values: list[Any] = [None] * self.world_size

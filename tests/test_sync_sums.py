@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lowcomm.compress import EF21, Cast, CountSketch, EFDecay, TopK, history_support, leader_support
-from lowcomm.sync import AllReduce, Median, SharedTopK
+from lowcomm.compress import EF14, EF21, Cast, CountSketch, EFDecay, Int8, TopK, history_support, leader_support
+from lowcomm.sync import Aborted, AllReduce, Median, SharedTopK
 from lowcomm.sync.peers import Peers
 from ranks import run_ranks
 from sync_codecs import ExactCodec, NonzeroCodec, SignCodec
+from sync_emulation import bounds, emulate_two_phase, encode_decode
 
 ORACLE = json.loads((Path(__file__).parent / "compressors_vectors.json").read_text())["union_allreduce"]
 N = 203
@@ -29,7 +30,7 @@ def _sparse(rank: int, t: int) -> torch.Tensor:
 
 def _linear_rank(rank: int, world_size: int) -> dict[str, object]:
     codec = CountSketch(rows=3, density=1 / 2)
-    reducer = AllReduce(codec=codec, feedback="auto")
+    reducer = AllReduce(codec=codec, feedback=EF14())
     results: dict[str, object] = {"name": reducer.plan(N).algorithm}
     for t in range(3):
         results[f"{t}"] = reducer.reduce(_vector(rank, t), round=t).result.clone()
@@ -178,6 +179,7 @@ def _plan_rank(rank: int, world_size: int) -> None:
         AllReduce(codec=SignCodec(), algorithm="all_gather"),
         AllReduce(codec=NonzeroCodec()),
         AllReduce(codec=CountSketch()),
+        AllReduce(codec=SignCodec(), algorithm="ring"),
         AllReduce(codec=SharedTopK(1 / 8, "history")),
         AllReduce(codec=SharedTopK(1 / 8, "energy")),
     ]
@@ -216,6 +218,8 @@ def test_choices() -> None:
         ({"codec": SharedTopK(), "algorithm": "two_phase"}, "algorithm of its own"),
         ({"codec": SharedTopK(), "reduce": Median()}, "summed as floats"),
         ({"codec": NonzeroCodec(), "algorithm": "two_phase"}, "requantizable"),
+        ({"codec": NonzeroCodec(), "algorithm": "ring"}, "requantizable"),
+        ({"codec": SignCodec(), "feedback": "auto", "algorithm": "ring"}, "no error feedback"),
         ({"codec": SignCodec(), "second_codec": SignCodec(), "algorithm": "all_gather"}, "second_codec"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -225,3 +229,66 @@ def test_choices() -> None:
             SharedTopK(**bad)
     with pytest.raises(TypeError, match="Codec"):
         AllReduce(codec="int8")
+
+
+def _ring_rank(rank: int, world_size: int) -> dict[str, object]:
+    results: dict[str, object] = {}
+    for codec in (ExactCodec(), Int8(block=32)):
+        reducer = AllReduce(codec=codec, algorithm="ring")
+        for n in (0, 1, 3, 101):
+            results[f"{codec.config} {n}"] = reducer.reduce(_vector(rank, 0, n), bucket=n).result
+        results[f"{codec.config} weighted"] = reducer.reduce(_vector(rank, 1), weight=float(rank)).result
+    broken = AllReduce(codec=SignCodec(), algorithm="ring")
+    if rank == 1:
+        broken._algorithm._encode = lambda *_: MemoryError("no memory")
+    try:
+        broken.reduce(_vector(rank, 2))
+    except (Aborted, MemoryError) as error:
+        results["error"] = type(error).__name__
+    results["after"] = AllReduce(codec=ExactCodec(), algorithm="ring").reduce(_vector(rank, 3)).result
+    return results
+
+
+def _emulate_ring(codec: object, vectors: list[torch.Tensor]) -> torch.Tensor:
+    world_size, n = len(vectors), vectors[0].numel()
+    result = torch.empty(n)
+    for chunk, (start, stop) in enumerate(bounds(n, world_size, codec.block)):
+        total = vectors[chunk][start:stop]
+        for hop in range(1, world_size):
+            total = vectors[(chunk + hop) % world_size][start:stop] + encode_decode(codec, total)
+        result[start:stop] = encode_decode(codec, total / world_size)
+    return result
+
+
+def test_ring() -> None:
+    world_size = 4
+    outcomes = run_ranks(_ring_rank, world_size)
+    for codec in (ExactCodec(), Int8(block=32)):
+        for n in (0, 1, 3, 101):
+            expected = _emulate_ring(codec, [_vector(rank, 0, n) for rank in range(world_size)])
+            for outcome in outcomes:
+                assert torch.equal(outcome[f"{codec.config} {n}"], expected), (codec, n)
+        weighted = sum(rank * _vector(rank, 1) for rank in range(world_size)) / 6
+        for outcome in outcomes:
+            assert torch.equal(outcome[f"{codec.config} weighted"], outcomes[0][f"{codec.config} weighted"])
+            torch.testing.assert_close(outcome[f"{codec.config} weighted"], weighted, rtol=0.05, atol=0.05)
+    assert [outcome["error"] for outcome in outcomes] == ["Aborted", "MemoryError", "Aborted", "Aborted"]
+    mean = torch.stack([_vector(rank, 3) for rank in range(world_size)]).mean(0)
+    for outcome in outcomes:
+        torch.testing.assert_close(outcome["after"], mean, rtol=1e-5, atol=1e-6)
+
+
+def test_ring_error_grows_with_the_ranks_and_that_of_two_phases_does_not() -> None:
+    generator, common, codec = torch.Generator().manual_seed(0), torch.randn(2**14), Int8(block=256)
+    ring, phases = [], []
+    for world_size in (2, 16):
+        own = [torch.randn(2**14, generator=generator) for _ in range(world_size)]
+        vectors = [0.9**0.5 * common + 0.1**0.5 * x for x in own]
+        mean, zeros = torch.stack(vectors).double().mean(0), [torch.zeros(2**14)] * world_size
+        owners = [torch.zeros(b - a) for a, b in bounds(2**14, world_size, 256)]
+        for errors, got in (
+            (ring, _emulate_ring(codec, vectors)),
+            (phases, emulate_two_phase(codec, vectors, zeros, owners)[0]),
+        ):
+            errors.append(float((got - mean).square().sum() / mean.square().sum()))
+    assert ring[1] > 3 * ring[0] and phases[1] < phases[0]
