@@ -5,6 +5,7 @@ from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
 from .dct import DCTTopK
 from .dgc import DGC, warmup_density
+from .eden import Eden
 from .feedback import (
     EF14,
     EF21,
@@ -52,6 +53,7 @@ __all__ = [
     "EControl",
     "EFDecay",
     "EMAFeedback",
+    "Eden",
     "Encoded",
     "Feedback",
     "Int",

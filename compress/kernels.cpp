@@ -6,7 +6,8 @@ int lc_active_level = LC_PORTABLE;
 LC_API int32_t lc_max_level() {
 #ifdef LC_X86
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt")) return LC_LEVEL_AVX2;
+  const bool vectors = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (vectors && __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("popcnt")) return LC_LEVEL_AVX2;
 #endif
   return LC_PORTABLE;
 }

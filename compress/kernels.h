@@ -12,7 +12,7 @@
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #define LC_X86 1
-#define LC_AVX2 __attribute__((target("avx2,f16c,bmi,bmi2,popcnt")))
+#define LC_AVX2 __attribute__((target("avx2,fma,f16c,bmi,bmi2,popcnt")))
 #include <immintrin.h>
 #endif
 

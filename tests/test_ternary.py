@@ -27,25 +27,22 @@ PACKINGS = ("base3", "2bit")
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
-@pytest.mark.parametrize("block", [4, 64, 128, 256, 1024])
+@pytest.mark.parametrize("block", [4, 64, 256, 1024])
 def test_levels_agree(packing: str, block: int) -> None:
-    for n in (1, block - 1, 3 * block + 5, 11 * block + 50):
-        if n < 4000:
-            assert_levels_agree(Ternary(packing=packing, block=block), n)
+    for n in (1, block - 1, min(11 * block + 50, 3 * block + 505)):
+        assert_levels_agree(Ternary(packing=packing, block=block), n)
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
 @pytest.mark.parametrize("more", [{}, {"clip": 2.5}, {"shared_scale": 1.5}, {"shared_scale": 0.7, "clip": 1.0}])
 def test_stochastic_levels_agree(packing: str, more: dict[str, float]) -> None:
-    for n, block in ((5, 4), (6 * 64 + 7, 64), (2 * 256 + 3, 256)):
+    for n, block in ((5, 4), (6 * 64 + 7, 64)):
         assert_levels_agree(Ternary("stochastic", packing, block, seed=2**33, **more), n)
 
 
-@pytest.mark.parametrize("level", available_levels()[1:])
 @pytest.mark.parametrize("packing", PACKINGS)
-def test_threads_and_streaming_do_not_show(level: str, packing: str) -> None:
-    with use_kernel_level(level):
-        assert_threads_and_streaming_do_not_show(Ternary(packing=packing), 2**20 + 3 * 1280 + 277)
+def test_threads_and_streaming_do_not_show(packing: str) -> None:
+    assert_threads_and_streaming_do_not_show(Ternary(packing=packing), 2**20 + 3 * 1280 + 277)
 
 
 def test_every_base3_byte_decodes() -> None:

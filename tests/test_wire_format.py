@@ -18,6 +18,7 @@ from lowcomm.compress import (
     Codec,
     CountSketch,
     DCTTopK,
+    Eden,
     Int,
     Int2,
     Int4,
@@ -42,6 +43,8 @@ ANY_LENGTH: list[Codec] = [
     *(Sign(), Sign(block=64), StoSign(2.0)),
     *(Ternary("deterministic", packing, block) for packing in ("base3", "2bit") for block in (4, 64, 256)),
     *(Ternary("stochastic"), Ternary("stochastic", "2bit", 16, clip=2.5)),
+    *(Eden(bits, mode, 64, seed=2**35) for bits in (1, 2, 3, 4) for mode in ("biased", "unbiased")),
+    *(Eden(), Eden(1, "matched", 32)),
     *(TopK(k=5, chunk=64), TopK(density=0.1, scope="global"), TopK(k=1, chunk=16, index="u32", value="f32")),
     *(TopK(k=9, chunk=64, index=index, value="bf16") for index in ("bits", "bitmap", "u32")),
     *(TopK(k=6, chunk=32, value=value) for value in ("f32", "sign1", "int8", "int4", "bins4")),
@@ -65,7 +68,7 @@ def check(codec: Codec, x: torch.Tensor) -> None:
     body, out = torch.empty(codec.nbytes(n), dtype=torch.uint8), torch.empty(n)
     codec.encode(x, body, step=5, rank=1, bucket=3)
     codec.decode(body, out, step=5, rank=1, bucket=3)
-    assert wire_reader.read(codec, bytes(body.tolist()), n, step=5, bucket=3) == out.tolist()
+    assert wire_reader.read(codec, bytes(body.tolist()), n, step=5, rank=1, bucket=3) == out.tolist()
     if codec.id in (0x22, 0x26):
         return  # signs without a scale cannot say zero
     zeros = bytes(codec.nbytes(n))

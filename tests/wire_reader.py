@@ -15,8 +15,10 @@ WORD = 0xFFFFFFFF
 SIGNS, INDICES, SKETCH = 0x4841444D, 0x52414E44, 0x43534B48
 
 
-def read(codec: Any, body: bytes, n: int, *, step: int = 0, bucket: int = 0) -> list[float]:
+def read(codec: Any, body: bytes, n: int, *, step: int = 0, rank: int = 0, bucket: int = 0) -> list[float]:
     """The n decoded numbers, each a float32 value."""
+    if getattr(codec, "mode", None) == "unbiased":
+        bucket += (rank + 1) << 32  # the bucket is only ever added to the seed
     if n == 0:
         assert body == b""
         return []
@@ -142,6 +144,44 @@ def read_ternary(codec: Any, body: bytes, n: int, step: int, bucket: int) -> lis
     trits = [codes[i // 5] // 3 ** (i % 5) % 3 for i in range(n)] if base3 else fields(codes, 2, n)
     s = f32(scales)
     return [(0.0, s[i // codec.block], -s[i // codec.block])[trit] for i, trit in enumerate(trits)]
+
+
+LEVELS = {
+    2: (0.4527800346, 1.5104176085),
+    3: (0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045),
+    4: (0.1283950299, 0.3880482995, 0.6567591185, 0.9423404565, 1.2562311973, 1.6180463860, 2.0690172265, 2.7325895710),
+}
+
+
+def read_eden(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    sizes = [codec.block] * (n // codec.block)
+    if n % codec.block:
+        sizes.append(1 << (n % codec.block - 1).bit_length())
+    scales, packed = sections(body, 4 * len(sizes), (sum(sizes) * codec.bits + 7) // 8)
+    codes, out = fields(packed, codec.bits, sum(sizes)), []
+    levels = [fl(v) for c in LEVELS.get(codec.bits, ()) for v in (c, -c)]
+    levels = sorted(levels) or [1.0, -1.0]
+    for block, (s, size) in enumerate(zip(f32(scales), sizes, strict=True)):
+        first, factor = block * codec.block, fl(size**-0.5)
+        exact = size.bit_length() % 2 == 1
+        start = fl(s * factor) if exact else s
+        y = butterflies([fl(start * levels[code]) for code in codes[first : first + size]])
+        if not exact:
+            y = [fl(value * factor) for value in y]
+        count = min(size, n - first)
+        out += [y[i] * sign(first + i, step, codec.seed + bucket) if s else 0.0 for i in range(count)]
+    return out
+
+
+def butterflies(y: list[float]) -> list[float]:
+    stride = 1
+    while stride < len(y):
+        for i in range(len(y)):
+            if not i & stride:
+                a, b = y[i], y[i | stride]
+                y[i], y[i | stride] = fl(a + b), fl(a - b)
+        stride *= 2
+    return y
 
 
 def read_indices(index: str, section: bytes, c: int, k: int, rows: int) -> list[list[int] | None]:
@@ -361,13 +401,7 @@ def read_srht(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[f
         y = [0.0] * size
         for i in range(k):
             y[pi(i)] = fl(next(numbers) * (1.0 if codec.contractive else fl(size / k)))
-        stride = 1
-        while stride < size:
-            for i in range(size):
-                if not i & stride:
-                    a, b = y[i], y[i | stride]
-                    y[i], y[i | stride] = fl(a + b), fl(a - b)
-            stride *= 2
+        y = butterflies(y)
         out += [fl(value * fl(size**-0.5)) * sign(first + i, step, seed) for i, value in enumerate(y[: n - first])]
     assert next(numbers, None) is None
     return out
@@ -392,6 +426,7 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "Sign": read_sign,
     "StoSign": read_stosign,
     "Ternary": read_ternary,
+    "Eden": read_eden,
     "TopK": read_topk,
     "DCTTopK": read_dct,
     "PowerSGD": read_powersgd,
