@@ -42,6 +42,7 @@ from .receipt import Receipt
 from .robust import Rule
 from .shared import SharedTopK
 from .states import States
+from .streams import hand_over, side_stream, take_over
 from .two_phase import TwoPhase
 
 __all__ = ["AllReduce", "Work"]
@@ -79,6 +80,8 @@ class Work:
             self._states.discard(self._exchange)
         if self._exchange.error is not None:
             raise self._exchange.error
+        if self._exchange.result is not None:
+            take_over(self._exchange.result)
         return self._exchange.receipt
 
     def done(self) -> bool:
@@ -371,6 +374,7 @@ class AllReduce:
                 exchange.original = exchange.flat.clone() if self._statistics else None
                 self._algorithm.prepare(exchange)
                 exchange.own = self._algorithm.own(exchange) if keep_own else None
+                hand_over(exchange.flat)
             except Exception as error:
                 # The other ranks wait for our hello: they get it, with the news that this rank is unable.
                 exchange.error = error
@@ -392,11 +396,12 @@ class AllReduce:
     def _drive(self, exchange: Exchange) -> None:
         """Everything between `start` and the waiters, in the lane."""
         try:
-            self._states.relink(exchange)
-            self._communicate(exchange)
-            residual = (exchange.candidate or {}).get("residual")
-            self._states.conclude(exchange)
-            _add_statistics(exchange, residual)
+            with side_stream(exchange.flat):
+                self._states.relink(exchange)
+                self._communicate(exchange)
+                residual = (exchange.candidate or {}).get("residual")
+                self._states.conclude(exchange)
+                _add_statistics(exchange, residual)
         except BaseException:
             self._states.drop(exchange)
             raise

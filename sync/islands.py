@@ -26,6 +26,7 @@ from .lane import lane_of
 from .peers import FIRST, SECOND, Peers, network_error
 from .receipt import Receipt
 from .slices import Partition
+from .streams import hand_over, side_stream
 
 __all__ = ["IslandAllReduce"]
 
@@ -116,6 +117,7 @@ class IslandAllReduce:
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, 0, receipt, check, describe, hold=hold)
         exchange.flags = finite_flags(flat) if weight > 0 else 0
         exchange.drive = self._drive
+        hand_over(flat)
         return exchange
 
     def _use_groups(self, exchange: Exchange) -> bool:
@@ -132,6 +134,10 @@ class IslandAllReduce:
         return True
 
     def _drive(self, exchange: Exchange) -> None:
+        with side_stream(exchange.flat):
+            self._three_steps(exchange)
+
+    def _three_steps(self, exchange: Exchange) -> None:
         if self._lane is not None and self._lane.group is not None and self._island.group is not self._lane.group:
             self._island = Peers(self._lane.group)
         island, before, wire = self._island, self._island.sent, self._island.wire_seconds

@@ -2,7 +2,7 @@
 
 gloo runs on point-to-point messages: they overlap decoding with receiving, a broken or silent peer is known by its
 rank, and gloo's own all-gather collapses above a few MiB. Other backends run on `all_to_all_single` and
-`all_gather_into_tensor`, uint8 only.
+`all_gather_into_tensor`, uint8 only. Messages on a GPU go over the CPU where the backend is gloo alone.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Peers:
         self._global = [0] if group is None else dist.get_process_group_ranks(group)
         backend = "" if group is None else str(dist.get_backend(group))
         self.point_to_point = "gloo" in backend if point_to_point is None else point_to_point
-        self.device = torch.device("cuda" if backend == "nccl" else "cpu")  # of small control messages
+        self._has_nccl = "nccl" in backend
+        self.device = torch.device("cpu" if self.point_to_point or not self._has_nccl else "cuda")  # of small messages
         self.sent = self.received = 0
         self.wire_seconds = 0.0
 
@@ -52,13 +53,13 @@ class Peers:
             slots: one uint8 tensor for each rank, as long as that rank's message.
             kind: HELLO, FIRST, SECOND or VOTE.
         """
-        if self.point_to_point or self.world_size == 1:
+        if self._by_messages(mine) or self.world_size == 1:
             return Arrival(self, [mine] * self.world_size, slots, kind)
         return self._all_gather_collective(mine, slots)
 
     def all_to_all(self, outgoing: Sequence[Tensor], slots: Sequence[Tensor], kind: int) -> Arrival:
         """Send outgoing[r] to rank r; slots[r] receives what rank r has for this rank. All of one length."""
-        if self.point_to_point or self.world_size == 1:
+        if self._by_messages(slots[0]) or self.world_size == 1:
             return Arrival(self, outgoing, slots, kind)
         received = torch.empty(slots[0].numel() * self.world_size, dtype=torch.uint8, device=slots[0].device)
         sent = torch.cat(list(outgoing))
@@ -86,22 +87,35 @@ class Peers:
         """Copy `message`, uint8, from rank `source` to all; the source sends it N - 1 times."""
         if self.world_size == 1:
             return
-        if not self.point_to_point:
+        if not self._by_messages(message):
             self._call(lambda: dist.broadcast(message, self._global[source], group=self.group))
             self.sent += message.numel() * (self.world_size - 1) if self.rank == source else 0
             self.received += 0 if self.rank == source else message.numel()
             return
         outgoing = [message if self.rank == source else None] * self.world_size
         slots = [message if rank == source else None for rank in range(self.world_size)]
-        Arrival(self, outgoing, slots, kind).finish()
+        arrived = Arrival(self, outgoing, slots, kind).finish()
+        if self.rank != source and arrived[0].data_ptr() != message.data_ptr():
+            message.copy_(arrived[0])
+
+    def _by_messages(self, tensor: Tensor) -> bool:
+        """Whether this tensor travels by isend/irecv: over gloo, and not where NCCL takes tensors on a GPU."""
+        return self.point_to_point and not (self._has_nccl and tensor.is_cuda)
+
+    def staged(self, tensor: Tensor) -> bool:
+        """Whether a message must go over the CPU."""
+        return tensor.is_cuda and self._by_messages(tensor)
 
     def shift(self, message: Tensor, slot: Tensor, kind: int) -> None:
         """Send `message` to the next rank, wrapping around, and receive the previous one's in `slot`."""
         right, left = (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size
-        if self.point_to_point:
+        if self._by_messages(message):
             outgoing = [message if rank == right else None for rank in range(self.world_size)]
             slots = [slot if rank == left else None for rank in range(self.world_size)]
-            Arrival(self, outgoing, slots, kind).finish()
+            with Arrival(self, outgoing, slots, kind) as arrival:
+                arrived = arrival.slot(left)
+            if arrived.data_ptr() != slot.data_ptr():
+                slot.copy_(arrived)
             return
         pair = [
             dist.P2POp(dist.isend, message, self._global[right], group=self.group),
@@ -155,6 +169,11 @@ class Arrival:
         self, peers: Peers, outgoing: Sequence[Tensor | None], slots: Sequence[Tensor | None], kind: int | None = None
     ) -> None:
         self._peers = peers
+        some = next(message for message in (*outgoing, *slots) if message is not None)
+        self._device = some.device
+        if kind is not None and peers.world_size > 1 and peers.staged(some):
+            outgoing = [None if message is None else message.cpu() for message in outgoing]
+            slots = [None if slot is None else torch.empty_like(slot, device="cpu") for slot in slots]
         self._slots = list(slots)
         self._slots[peers.rank] = outgoing[peers.rank]
         self._receiving: dict[int, Any] = {}
@@ -202,7 +221,7 @@ class Arrival:
             self.finish()
         message = self._slots[rank]
         assert message is not None
-        return message
+        return message.to(self._device)
 
     def __enter__(self) -> Arrival:
         return self
@@ -221,7 +240,7 @@ class Arrival:
         if self._failed:
             first = min(self._failed)
             raise network_error(self._failed[first], sorted(self._failed)) from self._failed[first]
-        return [slot for slot in self._slots if slot is not None]
+        return [slot.to(self._device) for slot in self._slots if slot is not None]
 
 
 def network_error(error: RuntimeError, ranks: Sequence[int]) -> PeerFailure:
