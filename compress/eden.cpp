@@ -725,3 +725,21 @@ LC_API int32_t lc_eden_decode_add(uint8_t* scales, uint8_t* codes, float* acc, f
                                   int32_t bits, uint64_t seed, uint32_t step, int32_t threads) {
   return decode_all({scales, codes, n, block, bits, seed, step}, true, weight, acc, threads);
 }
+
+// H of every row in place; size is a power of two.
+LC_API int32_t lc_hadamard(float* rows, int64_t count, int64_t size, int32_t threads) {
+  return lc_parallel(count, MAX_BLOCK / size + 1, threads, [=](int64_t begin, int64_t end) {
+    for (int64_t r = begin; r < end; ++r) {
+      float* y = rows + r * size;
+#ifdef LC_X86
+      static const uint32_t no_signs[MAX_BLOCK / 32 + 16] = {};
+      if (fast(size) && size <= MAX_BLOCK && (uintptr_t)y % 32 == 0) {
+        rotate_avx2(y, no_signs, size, y);
+        continue;
+      }
+#endif
+      hadamard_portable(y, size, 1);
+    }
+    return 0;
+  });
+}

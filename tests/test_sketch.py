@@ -194,8 +194,14 @@ def test_hadamard_matrix() -> None:
     h = hadamard(torch.eye(8))
     expected = [[(-1.0) ** bin(i & j).count("1") for j in range(8)] for i in range(8)]
     assert h.tolist() == expected
-    x = gaussian(3, 64)
-    assert torch.allclose(hadamard(hadamard(x)) / 64, x, atol=1e-5)
+    for size in (1, 2, 32, 64, 128, 4096):
+        x = gaussian(3, size)
+        results = []
+        for level in available_levels():
+            with use_kernel_level(level):
+                results.append(hadamard(x))
+        assert torch.allclose(hadamard(results[0]) / size, x, atol=1e-4)
+        assert all(torch.equal(result.view(torch.int32), results[0].view(torch.int32)) for result in results)
 
 
 @pytest.mark.parametrize("n", [0, 1, 2, 5, 15, 16, 17, 100])
