@@ -5,6 +5,7 @@ from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
 from .dct import DCTTopK
 from .dgc import DGC, warmup_density
+from .e3m0 import E3M0
 from .eden import Eden
 from .feedback import (
     EF14,
@@ -20,6 +21,7 @@ from .feedback import (
     reinject,
     reset_state,
 )
+from .float8 import Float8
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
@@ -39,6 +41,7 @@ from .topk import TopK
 
 __all__ = [
     "DGC",
+    "E3M0",
     "EF14",
     "EF21",
     "EF21SGDM",
@@ -56,6 +59,7 @@ __all__ = [
     "Eden",
     "Encoded",
     "Feedback",
+    "Float8",
     "Int",
     "Int2",
     "Int4",

@@ -1,11 +1,159 @@
-"""Arithmetic shared by the block quantizers (torch operations), rounded exactly as in the C++ and CUDA kernels."""
+"""What the block quantizers share: choice of kernels, layout of the body, and arithmetic (torch operations) that is
+rounded exactly as in the C++ and CUDA kernels.
+
+Body: the scales of all blocks, padded to 4 bytes; one LSB-first stream of codes, padded to 4 bytes.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from .codec import Codec, check_decode, check_encode, check_feedback, pad4
+from .kernels import dtype_code, kernel, runs_on_kernels, threads
+from .packing import pack_bits, unpack_bits
+from .philox import bucket_seed, noise_stream, uniform
+from .ranges import finite_part
+
 MAX_KERNEL_BLOCK = 4096  # larger blocks are encoded by torch operations on every level
+
+
+@dataclass(frozen=True)
+class BlockCodec(Codec):
+    """Base of the block quantizers. A subclass has the fields `block` and `bits` (or a property) and says how finite
+    values become scales and codes, and back."""
+
+    _encode_kernel: ClassVar[tuple[str, str]]
+    _decode_kernel: ClassVar[tuple[str, str]]
+
+    @property
+    def bits(self) -> int:
+        """Width of a code."""
+        raise NotImplementedError
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes in front of the codes for every block."""
+        return 4
+
+    def _quantize(self, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, int]:
+        """(bytes of the scales, (n,) integer codes, flags) of (n,) finite float32; u: (n,) uniform noise or None."""
+        raise NotImplementedError
+
+    def _dequantize(self, scales: Tensor, codes: Tensor) -> Tensor:
+        """(n,) float32 from the bytes of the scales and (n,) int64 codes without sign extension."""
+        raise NotImplementedError
+
+    def _format(self) -> tuple[int, ...]:
+        """The settings that the kernels need to read a body."""
+        raise NotImplementedError
+
+    def _rounding(self, step: int, rank: int, bucket: int) -> tuple[int, ...]:
+        """(whether rounding is stochastic, seed, stream, step): nothing for a codec that only rounds to nearest."""
+        return ()
+
+    def nbytes(self, n: int) -> int:
+        return self._codes_at(n) + pad4((n * self.bits + 7) // 8)
+
+    def _codes_at(self, n: int) -> int:
+        return pad4(-(-n // self.block) * self.scale_bytes)
+
+    def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
+        check_encode(self, x, out)
+        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
+            return self._encode_fast(x, None, 1.0, None, out, (step, rank, bucket))
+        u, rounding = None, self._rounding(step, rank, bucket)
+        if rounding and rounding[0]:
+            _, seed, stream, _ = rounding
+            u = uniform(x.numel(), seed=seed, stream=stream, step=step, device=x.device)
+        values, flags = finite_part(x)
+        scales, codes, more_flags = self._quantize(values, u)
+        write_sections(out, scales, pack_bits(codes, self.bits))
+        return flags | more_flags
+
+    def encode_feedback(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        candidate: Tensor,
+        out: Tensor,
+        *,
+        decay: float = 1.0,
+        step: int = 0,
+        rank: int = 0,
+        bucket: int = 0,
+    ) -> int:
+        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
+            check_feedback(self, x, residual, candidate, out)
+            return self._encode_fast(x, residual, decay, candidate, out, (step, rank, bucket))
+        return super().encode_feedback(x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket)
+
+    def _encode_fast(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        decay: float,
+        candidate: Tensor | None,
+        out: Tensor,
+        place: tuple[int, int, int],
+    ) -> int:
+        flags = kernel(*self._encode_kernel)(
+            x.data_ptr(),
+            dtype_code(x.dtype),
+            None if residual is None else residual.data_ptr(),
+            decay,
+            None if candidate is None else candidate.data_ptr(),
+            x.numel(),
+            self.block,
+            *self._format(),
+            *self._rounding(*place),
+            out.data_ptr(),
+            threads(),
+        )
+        return int(flags)
+
+    def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
+        check_decode(self, body, out)
+        if runs_on_kernels(body, out):
+            self._decode_fast(body, out, False, 1.0)
+            return
+        n = out.numel()
+        scales = body[: -(-n // self.block) * self.scale_bytes]
+        out.copy_(self._dequantize(scales, unpack_bits(body[self._codes_at(n) :], self.bits, n)))
+
+    def decode_add(
+        self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
+    ) -> None:
+        if runs_on_kernels(body, acc):
+            check_decode(self, body, acc)
+            self._decode_fast(body, acc, True, weight)
+        else:
+            super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
+
+    def _decode_fast(self, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
+        kernel(*self._decode_kernel)(
+            body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads()
+        )
+
+
+def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless a setting is one of the allowed words."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))} but is: {value!r}")
+
+
+def check_block(block: int) -> None:
+    """Raise ValueError unless a block has an element."""
+    if block < 1:
+        raise ValueError(f"block must be at least 1 element but is: {block}")
+
+
+def rounding_arguments(rounding: str, seed: int, step: int, rank: int, bucket: int) -> tuple[int, ...]:
+    """`_rounding` of a codec that can round stochastically."""
+    return rounding == "stochastic", bucket_seed(seed, bucket), noise_stream(rank), step
 
 
 def divide(a: Tensor | float, b: Tensor | float) -> Tensor:

@@ -17,25 +17,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .blocks import (
-    MAX_KERNEL_BLOCK,
+    BlockCodec,
     as_bytes,
     bf16_scale_up,
     block_scale,
+    check_block,
+    check_choice,
     divide,
     from_bytes,
     pow2_scale_up,
-    write_sections,
+    rounding_arguments,
 )
-from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
-from .kernels import dtype_code, kernel, runs_on_kernels, threads
-from .packing import as_blocks, pack_bits, unpack_bits
-from .philox import bucket_seed, noise_stream, uniform
-from .ranges import finite_part
+from .codec import SATURATED, TINY
+from .packing import as_blocks
 
 __all__ = ["Int", "Int2", "Int4", "Int8"]
 
@@ -47,7 +47,7 @@ AFFINE_LIMIT = 2.0**126  # larger elements are clipped, so that max - min cannot
 
 
 @dataclass(frozen=True)
-class Int(Codec):
+class Int(BlockCodec):
     """Signed integers of any width with one scale per block.
 
     Symmetric by default; the formulas are at the top of this module. Costs `bits + 32/block` bits per element with
@@ -88,22 +88,22 @@ class Int(Codec):
     blocks, and a scale one step lower where Q * s would overflow (a block whose maximum is the largest float).
     """
 
-    bits: int
+    bits: int = 8
     block: int = 256
     affine: bool = False
     rounding: str = "nearest"
     scale: str = "f32"
     seed: int = 0
 
+    _encode_kernel: ClassVar[tuple[str, str]] = ("lc_int_encode", "pipfplliiiiuwwpi")
+    _decode_kernel: ClassVar[tuple[str, str]] = ("lc_int_decode", "plliiipifi")
+
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 16:
             raise ValueError(f"bits must be 2 to 16 but is: {self.bits}")
-        if self.block < 1:
-            raise ValueError(f"block must be at least 1 element but is: {self.block}")
-        if self.rounding not in ("nearest", "stochastic"):
-            raise ValueError(f"rounding must be 'nearest' or 'stochastic' but is: {self.rounding!r}")
-        if self.scale not in _SCALE_BYTES:
-            raise ValueError(f"scale must be one of {sorted(_SCALE_BYTES)} but is: {self.scale!r}")
+        check_block(self.block)
+        check_choice("rounding", self.rounding, ("nearest", "stochastic"))
+        check_choice("scale", self.scale, tuple(_SCALE_BYTES))
         if self.affine and self.scale != "f32":
             raise ValueError(f"an affine codec stores float32 scales only but scale is: {self.scale!r}")
         # the number in frames tells the settings apart, so it belongs to the instance
@@ -114,124 +114,40 @@ class Int(Codec):
         return self.rounding == "stochastic"
 
     @property
+    def scale_bytes(self) -> int:
+        return 8 if self.affine else _SCALE_BYTES[self.scale]
+
+    @property
     def _levels(self) -> int:
         return (1 << self.bits) - 1 if self.affine else (1 << (self.bits - 1)) - 1
 
-    def _scale_bytes(self, n: int) -> int:
-        return -(-n // self.block) * (8 if self.affine else _SCALE_BYTES[self.scale])
+    def _format(self) -> tuple[int, ...]:
+        return self.bits, self.affine, _SCALE_CODES[self.scale]
 
-    def nbytes(self, n: int) -> int:
-        return pad4(self._scale_bytes(n)) + pad4((n * self.bits + 7) // 8)
+    def _rounding(self, step: int, rank: int, bucket: int) -> tuple[int, ...]:
+        return rounding_arguments(self.rounding, self.seed, step, rank, bucket)
 
-    def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
-        check_encode(self, x, out)
-        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
-            return self._encode_kernel(x, None, 1.0, None, out, step, rank, bucket)
-        u = None
-        if self.unbiased:
-            seed, stream = bucket_seed(self.seed, bucket), noise_stream(rank)
-            u = uniform(x.numel(), seed=seed, stream=stream, step=step, device=x.device)
-        values, flags = finite_part(x)
+    def _quantize(self, values: Tensor, u: Tensor | None) -> tuple[Tensor, Tensor, int]:
         if self.affine:
-            scales, codes, clipped = _quantize_affine(values, self.block, self._levels, u)
-            flags |= clipped
-        else:
-            scales, codes = _quantize_symmetric(values, self.block, self._levels, u, self.scale)
-        write_sections(out, scales, pack_bits(codes, self.bits))
-        return flags
+            return _quantize_affine(values, self.block, self._levels, u)
+        return *_quantize_symmetric(values, self.block, self._levels, u, self.scale), 0
 
-    def encode_feedback(
-        self,
-        x: Tensor,
-        residual: Tensor,
-        candidate: Tensor,
-        out: Tensor,
-        *,
-        decay: float = 1.0,
-        step: int = 0,
-        rank: int = 0,
-        bucket: int = 0,
-    ) -> int:
-        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
-            check_feedback(self, x, residual, candidate, out)
-            return self._encode_kernel(x, residual, decay, candidate, out, step, rank, bucket)
-        return super().encode_feedback(x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket)
-
-    def _encode_kernel(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        decay: float,
-        candidate: Tensor | None,
-        out: Tensor,
-        step: int,
-        rank: int,
-        bucket: int,
-    ) -> int:
-        flags = kernel("lc_int_encode", "pipfplliiiiuwwpi")(
-            x.data_ptr(),
-            dtype_code(x.dtype),
-            None if residual is None else residual.data_ptr(),
-            decay,
-            None if candidate is None else candidate.data_ptr(),
-            x.numel(),
-            self.block,
-            self.bits,
-            self.affine,
-            _SCALE_CODES[self.scale],
-            self.unbiased,
-            bucket_seed(self.seed, bucket),
-            noise_stream(rank),
-            step,
-            out.data_ptr(),
-            threads(),
-        )
-        return int(flags)
-
-    def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
-        check_decode(self, body, out)
-        if runs_on_kernels(body, out):
-            self._decode_kernel(body, out, False, 1.0)
-            return
-        n = out.numel()
-        at = pad4(self._scale_bytes(n))
-        blocks = as_blocks(unpack_bits(body[at:], self.bits, n, signed=not self.affine).to(torch.float32), self.block)
+    def _dequantize(self, scales: Tensor, codes: Tensor) -> Tensor:
+        sign = 0 if self.affine else 1 << (self.bits - 1)
+        numbers = as_blocks(((codes ^ sign) - sign).to(torch.float32), self.block)
         if self.affine:
-            low, scale = from_bytes(body[:at], torch.float32).view(-1, 2).unsqueeze(2).unbind(1)
-            values = low + blocks * scale
+            low, step = from_bytes(scales, torch.float32).view(-1, 2).unsqueeze(2).unbind(1)
+            values = low + numbers * step
         else:
-            values = blocks * self._read_scales(body[: self._scale_bytes(n)]).unsqueeze(1)
-        out.copy_(values.view(-1)[:n])
+            values = numbers * self._read_scales(scales).unsqueeze(1)
+        return values.view(-1)[: codes.numel()]
 
-    def decode_add(
-        self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
-    ) -> None:
-        if runs_on_kernels(body, acc):
-            check_decode(self, body, acc)
-            self._decode_kernel(body, acc, True, weight)
-        else:
-            super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
-
-    def _decode_kernel(self, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
-        kernel("lc_int_decode", "plliiipifi")(
-            body.data_ptr(),
-            out.numel(),
-            self.block,
-            self.bits,
-            self.affine,
-            _SCALE_CODES[self.scale],
-            out.data_ptr(),
-            add,
-            weight,
-            threads(),
-        )
-
-    def _read_scales(self, section: Tensor) -> Tensor:
+    def _read_scales(self, scales: Tensor) -> Tensor:
         if self.scale == "f32":
-            return from_bytes(section, torch.float32)
+            return from_bytes(scales, torch.float32)
         if self.scale == "bf16":
-            return from_bytes(section, torch.bfloat16).to(torch.float32)
-        return (section.to(torch.int32) << 23).view(torch.float32)
+            return from_bytes(scales, torch.bfloat16).to(torch.float32)
+        return (scales.to(torch.int32) << 23).view(torch.float32)
 
     def delta(self, n: int) -> float | None:
         if self.unbiased or self.affine:

@@ -83,4 +83,41 @@ LC_FN unsigned char lc_pow2_up(float scale) {  // exponent byte (bias 127) of th
   return (unsigned char)((lc_bits(scale) + 0x7FFFFFu) >> 23);
 }
 
+// ---- E3M0: sign | code c; magnitude 2^(c-7) times the scale s, or 0 for c = 0
+
+// Smallest |x| for which fl(|x| / s) >= 0.75. Above it times 2^-k the code is at least 7 - k, for k up to 5; so codes
+// can be found without a division.
+LC_FN float lc_e3m0_threshold(float scale) {
+  const float near = 0.75f * scale, below = lc_float(lc_bits(near) - 1u);
+  if (below / scale >= 0.75f) return below;
+  return near / scale >= 0.75f ? near : lc_float(lc_bits(near) + 1u);
+}
+
+LC_FN unsigned int lc_e3m0_code(float x, float threshold, float scale) {
+  const int magnitude = (int)lc_magnitude(x), smallest = (int)lc_bits(scale * 0.0078125f);
+  int code = (magnitude - (int)lc_bits(threshold) + (7 << 23)) >> 23;  // floor of the number of octaves above
+  if (magnitude < smallest) return 0;
+  code = code < 1 ? 1 : code > 7 ? 7 : code;
+  return (unsigned int)code | (lc_bits(x) >> 28 & 8u);
+}
+
+// With noise u: up to the next power of two with probability (y - 2^k) / 2^k, below 2^-6 with probability 2^6 y.
+LC_FN unsigned int lc_e3m0_stochastic_code(float x, float scale, float u) {
+  const float y = lc_float(lc_magnitude(x)) / scale;
+  unsigned int code;
+  if (y < 0.015625f) {
+    code = u < y * 64.0f;
+  } else {
+    const unsigned int exponent = lc_bits(y) >> 23, octave = exponent < 127u ? exponent - 120u : 7u;
+    const float part = y * lc_float((254u - exponent) << 23) - 1.0f;
+    code = octave < 7u && u < part ? octave + 1u : octave;
+  }
+  return code ? code | (lc_bits(x) >> 28 & 8u) : 0u;
+}
+
+LC_FN float lc_e3m0_value(unsigned int code) {
+  const unsigned int c = code & 7u;
+  return lc_float((code & 8u) << 28 | (c ? (c + 120u) << 23 : 0u));
+}
+
 #endif
