@@ -417,7 +417,7 @@ def test_wrong_settings_are_refused(build: Any, message: str) -> None:
         build()
 
 
-SYNC_RULES = [EF14(), EFDecay(0.9), EMAFeedback(), EF21(), EF21SGDM(eta=0.5), EControl(eta=0.1), DGC(momentum=0.5)]
+SYNC_RULES = [EFDecay(0.9), EF21(), EF21SGDM(eta=0.5), EControl(eta=0.1), DGC(momentum=0.5)]
 
 
 def _exchange_with_every_rule(rank: int, world_size: int) -> Any:
