@@ -13,12 +13,14 @@ import pytest
 import torch
 import wire_reader
 from lowcomm.compress import (
+    E3M0,
     SRHT,
     Cast,
     Codec,
     CountSketch,
     DCTTopK,
     Eden,
+    Float8,
     Int,
     Int2,
     Int4,
@@ -39,6 +41,7 @@ ANY_LENGTH: list[Codec] = [
     *(Cast(form) for form in ("f32", "bf16", "fp16")),
     *(Int8(), Int8(block=5), Int4(), Int4(scale="bf16", block=3), Int4(scale="pow2"), Int2(), Int(bits=5, block=7)),
     *(Int4(rounding="stochastic"), Int8(affine=True, block=16), Int(bits=4, block=9, affine=True), Int(bits=13)),
+    *(Float8(), Float8("e5m2", 16), E3M0(), E3M0(16), E3M0(7, scale="pow2"), E3M0(rounding="stochastic")),
     *(Sign(scale, 8) for scale in ("l1", "l2", "two_means", "none")),
     *(Sign(), Sign(block=64), StoSign(2.0)),
     *(Ternary("deterministic", packing, block) for packing in ("base3", "2bit") for block in (4, 64, 256)),

@@ -119,6 +119,25 @@ def read_int(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[fl
     return [fl(q * s[i // block]) for i, q in enumerate(fields(codes, bits, n, signed=True))]
 
 
+def read_float8(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    scales, codes = sections(body, -(-n // codec.block) * 4, n)
+    mantissa, bias = {"e4m3": (3, 7), "e5m2": (2, 15)}[codec.format]
+    out = []
+    for i, code in enumerate(codes):
+        exponent, m = (code & 127) >> mantissa, code & ((1 << mantissa) - 1)
+        size = math.ldexp(m + (1 << mantissa if exponent else 0), max(exponent, 1) - bias - mantissa)
+        out.append(fl((-size if code >> 7 else size) * f32(scales)[i // codec.block]))
+    return out
+
+
+def read_e3m0(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    scales, codes = sections(body, -(-n // codec.block) * (1 if codec.scale == "pow2" else 4), (n + 1) // 2)
+    wide = b"".join(struct.pack("<I", c << 23) for c in scales) if codec.scale == "pow2" else scales
+    sizes = [0.0] + [2.0 ** (k - 7) for k in range(1, 8)]
+    signed = [-sizes[code & 7] if code & 8 else sizes[code] for code in fields(codes, 4, n)]
+    return [fl(size * f32(wide)[i // codec.block]) for i, size in enumerate(signed)]
+
+
 def read_sign(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
     per_scale = {"l1": 4, "l2": 4, "two_means": 8, "none": 0}[codec.scale]
     scales, bits = sections(body, -(-n // codec.block) * per_scale, (n + 7) // 8)
@@ -423,6 +442,8 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "Int2": read_int,
     "Int4": read_int,
     "Int8": read_int,
+    "Float8": read_float8,
+    "E3M0": read_e3m0,
     "Sign": read_sign,
     "StoSign": read_stosign,
     "Ternary": read_ternary,
