@@ -336,26 +336,33 @@ class AllReduce:
         exchange.flags |= flags
         return self._run_here(exchange)
 
-    def prepare_overlap(self) -> None:
-        """Let the lane have its own group. All ranks of the group call it.
+    def prepare_overlap(self, device: str) -> None:
+        """Let the lane have its own group for tensors on `device`. All ranks of the group call it.
 
         Raises:
             SyncError, RuntimeError: some rank did not.
         """
-        if self._lane is not None and self._lane.group is None:
+        if self._lane is not None and device not in self._lane.groups:
             exchange_votes(self._peers, True)  # so that an absent rank is named
-            self._lane.group = private_group(self._group)
+            self._lane.groups[device] = private_group(self._group, device)
 
     def _use_group(self, exchange: Exchange) -> bool:
         """Before an overlapped exchange. False: the lane got no group, and so the exchange failed."""
         try:
-            self.prepare_overlap()
+            self.prepare_overlap(exchange.flat.device.type)
         except RuntimeError as error:
             exchange.error = error if isinstance(error, SyncError) else network_error(error, ())
             self._states.drop(exchange)
             exchange.publish()
             return False
         return True
+
+    def _current_peers(self, device: str) -> Peers:
+        """In the lane: the peers to exchange with, on the private group where there is one."""
+        group = None if self._lane is None else self._lane.groups.get(device)
+        if group is not None and self._peers.group is not group:
+            self._peers = Peers(group)
+        return self._peers
 
     def _exchange(self, flat: Tensor, bucket: int, round: int, weight: float, optional: bool, hold: bool) -> Exchange:
         if "_peers" not in self.__dict__:
@@ -407,9 +414,7 @@ class AllReduce:
             raise
 
     def _communicate(self, exchange: Exchange) -> None:
-        if self._lane is not None and self._lane.group is not None and self._peers.group is not self._lane.group:
-            self._peers = Peers(self._lane.group)
-        peers, receipt = self._peers, exchange.receipt
+        peers, receipt = self._current_peers(exchange.flat.device.type), exchange.receipt
         sent, received, wire = peers.sent, peers.received, peers.wire_seconds
         try:
             hellos = self._agree(exchange, peers)

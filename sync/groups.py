@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
@@ -57,24 +58,50 @@ def _group_of_mesh(mesh: Any) -> Group:
     return mesh.get_group()
 
 
-def group_timeout(group: Group) -> timedelta | None:
-    """The timeout of a group's operations, or None where its backend does not tell."""
+def backend_name(group: Group) -> str:
+    """Name of a group's backend, such as "gloo" or "cpu:gloo,cuda:nccl"."""
     try:
-        device = torch.device("cuda" if "nccl" in dist.get_backend(group) else "cpu")
-        timeout = group._get_backend(device).options._timeout
+        return str(dist.get_backend(group))
+    except (KeyError, RuntimeError, ValueError):  # a group that torch.distributed has not registered
+        return str(group.name())
+
+
+def group_timeout(group: Group, device: str) -> timedelta:
+    """The timeout of a group's operations; torch's default where its backend does not tell."""
+    try:
+        timeout = group._get_backend(torch.device(device)).options._timeout
     except (AttributeError, RuntimeError):
-        return None
-    return timeout if isinstance(timeout, timedelta) else None
+        timeout = None
+    return timeout if isinstance(timeout, timedelta) else dist.distributed_c10d.default_pg_timeout
 
 
-def private_group(group: Group) -> Group:
-    """A new group of the same ranks, backend and timeout. Called by all its ranks, in the same order.
+def private_group(group: Group, device: str) -> Group:
+    """Connections of our own between the ranks of a group. Called by all its ranks, in the same order.
 
-    Exchanges that run in a thread need it: on the user's group their messages would mix with the user's own.
+    Exchanges that run in a thread need them: on the user's group their messages would mix with the user's own.
+    `torch.distributed.new_group` would do, were its names the same on ranks that have made different numbers of groups.
+
+    Args:
+        device: "cpu" or "cuda", where the messages live.
+
+    Returns:
+        A backend with gloo or NCCL; the group itself where it runs on something else or is not registered.
     """
-    return dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        backend=dist.get_backend(group),
-        timeout=group_timeout(group),
-        use_local_synchronization=True,
-    )
+    backend = backend_name(group)
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, RuntimeError, ValueError):
+        return group
+    name = "lowcomm/" + "-".join(map(str, ranks)) + f"/{device}/{_made[tuple(ranks)]}"
+    _made[tuple(ranks)] += 1
+    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    if "nccl" in backend and device == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = group_timeout(group, device)
+        return dist.ProcessGroupNCCL(store, group.rank(), group.size(), options)
+    if "gloo" in backend:
+        return dist.ProcessGroupGloo(store, group.rank(), group.size(), group_timeout(group, "cpu"))
+    return group
+
+
+_made: dict[tuple[int, ...], int] = defaultdict(int)  # private groups for each set of ranks: part of their names

@@ -123,10 +123,11 @@ class IslandAllReduce:
     def _use_groups(self, exchange: Exchange) -> bool:
         assert self._lane is not None
         try:
-            if self._lane.group is None:
+            device = exchange.flat.device.type
+            if device not in self._lane.groups:
                 exchange_votes(self._island, True)
-                self._lane.group = private_group(self._island_group)
-            self._between.prepare_overlap()
+                self._lane.groups[device] = private_group(self._island_group, device)
+            self._between.prepare_overlap(device)
         except RuntimeError as error:
             exchange.error = error if isinstance(error, SyncError) else network_error(error, ())
             exchange.publish()
@@ -138,8 +139,9 @@ class IslandAllReduce:
             self._three_steps(exchange)
 
     def _three_steps(self, exchange: Exchange) -> None:
-        if self._lane is not None and self._lane.group is not None and self._island.group is not self._lane.group:
-            self._island = Peers(self._lane.group)
+        group = None if self._lane is None else self._lane.groups.get(exchange.flat.device.type)
+        if group is not None and self._island.group is not group:
+            self._island = Peers(group)
         island, before, wire = self._island, self._island.sent, self._island.wire_seconds
         hellos, error = self._agree(exchange, island)
         if error is None:

@@ -30,8 +30,8 @@ class Lane:
     """Runs tasks in order: at once in the caller when nothing is queued, or in a helper thread.
 
     Attributes:
-        group: the group to exchange on: None, the user's own, until the first overlapped exchange; then a private one
-            for good. Program order decides, not timing, so that all ranks choose alike.
+        groups: the group to exchange on, by type of device: the user's own until the first overlapped exchange, then a
+            private one for good. Program order decides, not timing, so that all ranks choose alike.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Lane:
         self._lock = threading.Lock()
         self._pending = 0
         self._thread: threading.Thread | None = None
-        self.group: Any | None = None
+        self.groups: dict[str, Any] = {}
         self._pid = os.getpid()
 
     def run(self, task: Task) -> bool:

@@ -1,44 +1,46 @@
 """Send bytes to every other rank of a group and receive theirs, with errors that name ranks.
 
 gloo runs on point-to-point messages: they overlap decoding with receiving, a broken or silent peer is known by its
-rank, and gloo's own all-gather collapses above a few MiB. Other backends run on `all_to_all_single` and
-`all_gather_into_tensor`, uint8 only. Messages on a GPU go over the CPU where the backend is gloo alone.
+rank, and gloo's own all-gather collapses above a few MiB. Other backends run on all-to-all and all-gather of uint8.
+Messages on a GPU go over the CPU where the backend is gloo alone.
 """
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .errors import PeerFailure, PeerTimeout
+from .groups import backend_name
 
-T = TypeVar("T")
 _TAG = 0x4C430000  # of our point-to-point messages, so that they never match the user's
-HELLO, FIRST, SECOND, VOTE, PARTIAL = range(
-    5
-)  # kinds of messages: one left over by a failure is never taken for another kind
+# Kinds of messages: one that a failure left behind is never taken for one of another kind.
+HELLO, FIRST, SECOND, VOTE, PARTIAL, OBJECT = range(6)
 
 
 class Peers:
     """The ranks of one group as seen by this rank. Counts bytes and time on the wire.
 
+    The group's own methods are called, so that it need not be one that `torch.distributed` has registered.
+
     Args:
-        group: a ProcessGroup, or None for a world of one.
+        group: a ProcessGroup or a backend of one, or None for a world of one.
         point_to_point: send with isend/irecv; None: on gloo only.
     """
 
     def __init__(self, group: Any | None, point_to_point: bool | None = None) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self._global = [0] if group is None else dist.get_process_group_ranks(group)
-        backend = "" if group is None else str(dist.get_backend(group))
+        self.group: Any = group
+        self.rank = 0 if group is None else group.rank()
+        self.world_size = 1 if group is None else group.size()
+        backend = "" if group is None else backend_name(group)
         self.point_to_point = "gloo" in backend if point_to_point is None else point_to_point
         self._has_nccl = "nccl" in backend
         self.device = torch.device("cpu" if self.point_to_point or not self._has_nccl else "cuda")  # of small messages
@@ -63,7 +65,7 @@ class Peers:
             return Arrival(self, outgoing, slots, kind)
         received = torch.empty(slots[0].numel() * self.world_size, dtype=torch.uint8, device=slots[0].device)
         sent = torch.cat(list(outgoing))
-        self._call(lambda: dist.all_to_all_single(received, sent, group=self.group))
+        self._wait(lambda: self.group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
         self._count(sent.numel() // self.world_size * (self.world_size - 1))
         return Arrival(self, outgoing, list(received.chunk(self.world_size)))
 
@@ -71,7 +73,8 @@ class Peers:
         longest = max(slot.numel() for slot in slots)
         received = torch.empty(longest * self.world_size, dtype=torch.uint8, device=mine.device)
         padded = mine if mine.numel() == longest else torch.nn.functional.pad(mine, (0, longest - mine.numel()))
-        self._call(lambda: _all_gather(received, padded, self.group))
+        options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
+        self._wait(lambda: self.group._allgather_base(received, padded, options))
         self._count(longest * (self.world_size - 1))
         parts = [part[: slot.numel()] for part, slot in zip(received.view(-1, longest), slots, strict=True)]
         return Arrival(self, [mine] * self.world_size, parts)
@@ -80,7 +83,9 @@ class Peers:
         """Sum `x` over the ranks in place. Counted as a ring: 2 (N - 1) / N of its bytes in each direction."""
         if self.world_size == 1 or x.numel() == 0:
             return
-        self._call(lambda: dist.all_reduce(x, op=dist.ReduceOp.SUM, group=self.group))
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
+        self._wait(lambda: self.group.allreduce([x], options))
         self._count(2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
 
     def broadcast(self, message: Tensor, source: int, kind: int) -> None:
@@ -88,7 +93,9 @@ class Peers:
         if self.world_size == 1:
             return
         if not self._by_messages(message):
-            self._call(lambda: dist.broadcast(message, self._global[source], group=self.group))
+            options = dist.BroadcastOptions()
+            options.rootRank, options.rootTensor = source, 0
+            self._wait(lambda: self.group.broadcast([message], options))
             self.sent += message.numel() * (self.world_size - 1) if self.rank == source else 0
             self.received += 0 if self.rank == source else message.numel()
             return
@@ -117,43 +124,44 @@ class Peers:
             if arrived.data_ptr() != slot.data_ptr():
                 slot.copy_(arrived)
             return
-        pair = [
-            dist.P2POp(dist.isend, message, self._global[right], group=self.group),
-            dist.P2POp(dist.irecv, slot, self._global[left], group=self.group),
-        ]
-        self._call(lambda: [work.wait() for work in dist.batch_isend_irecv(pair)])
+        sizes = [[message.numel() if rank == peer else 0 for rank in range(self.world_size)] for peer in (left, right)]
+        self._wait(lambda: self.group.alltoall_base(slot, message, *sizes, dist.AllToAllOptions()))
         self._count(message.numel())
 
     def all_gather_object(self, value: object) -> list[Any]:
-        """One picklable object from every rank. Used on the way to an error only; not counted."""
-        values: list[Any] = [None] * self.world_size
+        """One picklable object from every rank. Used on the way to an error only."""
         if self.world_size == 1:
             return [value]
-        self._call(lambda: dist.all_gather_object(values, value, group=self.group))
-        return values
+        mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(self.device)
+        length = torch.tensor([mine.numel()], device=self.device).view(torch.uint8)
+        table = list(torch.empty(self.world_size, 8, dtype=torch.uint8, device=self.device))
+        lengths = [int(part.view(torch.int64)) for part in self.all_gather(length, table, OBJECT).finish()]
+        slots = [torch.empty(n, dtype=torch.uint8, device=self.device) for n in lengths]
+        return [pickle.loads(bytes(part.tolist())) for part in self.all_gather(mine, slots, OBJECT).finish()]
 
     def irecv(self, slot: Tensor, rank: int, kind: int) -> Any:
         """Begin to receive; counted."""
         self.received += slot.numel()
-        return dist.irecv(slot, self._global[rank], group=self.group, tag=_TAG + kind)
+        return self.group.recv([slot], rank, _TAG + kind)
 
     def isend(self, message: Tensor, rank: int, kind: int) -> Any:
         """Begin to send; counted."""
         self.sent += message.numel()
-        return dist.isend(message, self._global[rank], group=self.group, tag=_TAG + kind)
+        return self.group.send([message], rank, _TAG + kind)
 
     def _count(self, num_bytes: int) -> None:
         self.sent += num_bytes
         self.received += num_bytes
 
-    def _call(self, operation: Callable[[], T]) -> T:
-        start = time.perf_counter()
+    def _wait(self, start: Callable[[], Any]) -> None:
+        """Start a collective and wait for it."""
+        begin = time.perf_counter()
         try:
-            return operation()
+            start().wait()
         except RuntimeError as error:
             raise network_error(error, ()) from error
         finally:
-            self.wire_seconds += time.perf_counter() - start
+            self.wire_seconds += time.perf_counter() - begin
 
 
 class Arrival:
@@ -257,9 +265,3 @@ def network_error(error: RuntimeError, ranks: Sequence[int]) -> PeerFailure:
         f"the connection to {who} broke; the process group cannot be used any more, nothing was committed ({text})",
         ranks,
     )
-
-
-def _all_gather(output: Tensor, mine: Tensor, group: Any) -> None:
-    # torch 2.13 renamed it and warns at every call of the old name
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(output, mine, group=group)

@@ -23,36 +23,35 @@ def _vector(rank: int, n: int, t: int = 0) -> torch.Tensor:
 
 
 class _Meter:
-    """Counts what is handed to torch.distributed."""
+    """A process group that counts what is handed to it."""
 
-    def __init__(self, world_size: int) -> None:
-        self.sent = self.received = 0
-        peers, kept = world_size - 1, {}
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self.sent, self.received = group, 0, 0
+        self.rank, self.size, self.name = group.rank, group.size, group.name
 
-        def count(name: str, sent: object, received: object) -> None:
-            kept[name] = getattr(dist, name)
+    def send(self, tensors: list[torch.Tensor], *where: int) -> object:
+        self.sent += tensors[0].nbytes
+        return self._group.send(tensors, *where)
 
-            def wrapped(*args: object, **kwargs: object) -> object:
-                self.sent += int(sent(*args))
-                self.received += int(received(*args))
-                return kept[name](*args, **kwargs)
+    def recv(self, tensors: list[torch.Tensor], *where: int) -> object:
+        self.received += tensors[0].nbytes
+        return self._group.recv(tensors, *where)
 
-            setattr(dist, name, wrapped)
+    def allreduce(self, tensors: list[torch.Tensor], options: object) -> object:
+        self._both(2 * (self.size() - 1) * tensors[0].nbytes // self.size())
+        return self._group.allreduce(tensors, options)
 
-        def nothing(*_: object) -> int:
-            return 0
+    def alltoall_base(self, out: torch.Tensor, mine: torch.Tensor, *rest: object) -> object:
+        self._both(out.nbytes // self.size() * (self.size() - 1))
+        return self._group.alltoall_base(out, mine, *rest)
 
-        def ring(x: torch.Tensor, *_: object) -> int:
-            return 2 * peers * x.nbytes // world_size
+    def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: object) -> object:
+        self._both(out.nbytes - mine.nbytes)
+        return self._group._allgather_base(out, mine, options)
 
-        def others(out: torch.Tensor, mine: torch.Tensor, *_: object) -> int:
-            return out.nbytes // world_size * peers
-
-        count("isend", lambda x, *_: x.nbytes, nothing)
-        count("irecv", nothing, lambda x, *_: x.nbytes)
-        count("all_reduce", ring, ring)
-        count("all_to_all_single", others, others)
-        count("all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor", others, others)
+    def _both(self, count: int) -> None:
+        self.sent += count
+        self.received += count
 
 
 def _expected_payload(reducer: AllReduce, codec: object, n: int, world_size: int) -> int:
@@ -69,7 +68,7 @@ def _expected_payload(reducer: AllReduce, codec: object, n: int, world_size: int
 
 def _bytes_rank(rank: int, world_size: int) -> list[object]:
     """Point-to-point messages, collectives, and messages that are copied on the way as those of a GPU over gloo."""
-    meter, rows, staged = _Meter(world_size), [], Peers.staged
+    meter, rows, staged = _Meter(dist.group.WORLD), [], Peers.staged
     for point_to_point in (True, False, "staged"):
         Peers.staged = (lambda *_: True) if point_to_point == "staged" else staged
         for codec in (None, ExactCodec(), SignCodec(), NonzeroCodec()):
@@ -77,7 +76,7 @@ def _bytes_rank(rank: int, world_size: int) -> list[object]:
                 if algorithm == "two_phase" and not codec.requantizable:
                     continue
                 reducer = AllReduce(codec=codec, feedback="auto", algorithm=algorithm)
-                reducer._peers = Peers(dist.group.WORLD, point_to_point)
+                reducer._peers = Peers(meter, point_to_point)
                 for n in (0, 1, world_size - 1, 100, 4097):
                     sent, received = meter.sent, meter.received
                     work = reducer.reduce(_vector(rank, n), bucket=n)
