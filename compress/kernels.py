@@ -104,7 +104,12 @@ def use_kernel_level(level: str) -> Iterator[None]:
 
 def runs_on_kernels(*tensors: Tensor) -> bool:
     """Whether the C++ kernels take these tensors: a kernel level in use, CPU, contiguous."""
-    return _level != "torch" and all(t.device.type == "cpu" and t.is_contiguous() for t in tensors)
+    if _level == "torch":
+        return False
+    for tensor in tensors:  # a generator would double the cost of a small call
+        if not (tensor.is_cpu and tensor.is_contiguous()):
+            return False
+    return True
 
 
 def dtype_code(dtype: torch.dtype) -> int:

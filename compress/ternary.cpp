@@ -120,18 +120,18 @@ struct Kept {
   uint8_t *kept, *negative;
 
   LC_MEMBER LcQuad operator()(int64_t i) const {
-    const __m256 limit = _mm256_set1_ps(threshold);
-    LcQuad x = lc_load32(p + i), mask;
+    const LcQuad x = lc_load32(p + i);
+    LcQuad mask, magnitude;
     for (int r = 0; r < 4; ++r) {
-      mask.v[r] = _mm256_cmp_ps(lc_abs(x.v[r]), limit, _CMP_GT_OQ);
-      x.v[r] = _mm256_and_ps(mask.v[r], x.v[r]);
+      magnitude.v[r] = lc_abs(x.v[r]);
+      mask.v[r] = _mm256_cmp_ps(magnitude.v[r], _mm256_set1_ps(threshold), _CMP_GT_OQ);
+      magnitude.v[r] = _mm256_and_ps(mask.v[r], magnitude.v[r]);
     }
-    const uint32_t bits[2] = {lc_sign_bits(mask.v[0], mask.v[1], mask.v[2], mask.v[3]),
-                              lc_sign_bits(x.v[0], x.v[1], x.v[2], x.v[3])};
-    memcpy(kept + i / 8, &bits[0], 4);
-    memcpy(negative + i / 8, &bits[1], 4);
-    for (int r = 0; r < 4; ++r) x.v[r] = lc_abs(x.v[r]);
-    return x;
+    const uint32_t chosen = lc_sign_bits(mask.v[0], mask.v[1], mask.v[2], mask.v[3]);
+    const uint32_t minus = chosen & lc_sign_bits(x.v[0], x.v[1], x.v[2], x.v[3]);
+    memcpy(kept + i / 8, &chosen, 4);
+    memcpy(negative + i / 8, &minus, 4);
+    return magnitude;
   }
 };
 

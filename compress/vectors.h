@@ -7,7 +7,7 @@
 #define LC_INLINE LC_MEMBER static
 
 constexpr int64_t LC_MAX_TREE = 65536;  // elements of the largest block
-constexpr int64_t LC_AHEAD = 768;       // elements fetched early: several arrays at once outrun the hardware
+constexpr int64_t LC_AHEAD = 384;       // elements fetched early: several arrays at once outrun the hardware
 
 struct LcQuad {  // 32 consecutive elements
   __m256 v[4];
