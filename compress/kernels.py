@@ -106,7 +106,7 @@ def runs_on_kernels(*tensors: Tensor) -> bool:
     """Whether the C++ kernels take these tensors: a kernel level in use, CPU, contiguous."""
     if _level == "torch":
         return False
-    for tensor in tensors:  # a generator would double the cost of a small call
+    for tensor in tensors:  # noqa: SIM110 - a generator would double the cost of a small call
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return False
     return True
