@@ -1,6 +1,7 @@
 """Gradient and delta compression: codecs, error feedback, CPU kernels. Knows nothing of process groups."""
 
 from .cast import Cast
+from .codebook import Codebook
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
 from .dct import DCTTopK
@@ -25,6 +26,7 @@ from .float8 import Float8
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
+from .qsgd import QSGD, NaturalCompression, NuQSGD
 from .quantize import Int, Int2, Int4, Int8
 from .sign import Sign, StoSign, majority_vote
 from .sketch import SRHT, CountSketch, fetchsgd_step
@@ -38,6 +40,7 @@ from .support import (
 )
 from .ternary import Ternary
 from .topk import TopK
+from .zeropp import ZeroPlusPlus
 
 __all__ = [
     "DGC",
@@ -47,9 +50,11 @@ __all__ = [
     "EF21SGDM",
     "HAS_INF",
     "HAS_NAN",
+    "QSGD",
     "SATURATED",
     "SRHT",
     "Cast",
+    "Codebook",
     "Codec",
     "CountSketch",
     "DCTTopK",
@@ -65,12 +70,15 @@ __all__ = [
     "Int4",
     "Int8",
     "Mixed",
+    "NaturalCompression",
+    "NuQSGD",
     "PowerIteration",
     "PowerSGD",
     "Sign",
     "StoSign",
     "Ternary",
     "TopK",
+    "ZeroPlusPlus",
     "available_levels",
     "average_state",
     "decode_support",

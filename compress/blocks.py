@@ -23,11 +23,11 @@ MAX_KERNEL_BLOCK = 4096  # larger blocks are encoded by torch operations on ever
 
 @dataclass(frozen=True)
 class BlockCodec(Codec):
-    """Base of the block quantizers. A subclass has the fields `block` and `bits` (or a property) and says how finite
-    values become scales and codes, and back."""
+    """Base of the block quantizers. A subclass has `block` and `bits` (fields or properties) and says how finite values
+    become scales and codes, and back; where it names no kernels it runs on torch operations."""
 
-    _encode_kernel: ClassVar[tuple[str, str]]
-    _decode_kernel: ClassVar[tuple[str, str]]
+    _encode_kernel: ClassVar[tuple[str, str] | None] = None
+    _decode_kernel: ClassVar[tuple[str, str] | None] = None
 
     @property
     def bits(self) -> int:
@@ -49,7 +49,7 @@ class BlockCodec(Codec):
 
     def _format(self) -> tuple[int, ...]:
         """The settings that the kernels need to read a body."""
-        raise NotImplementedError
+        return ()
 
     def _rounding(self, step: int, rank: int, bucket: int) -> tuple[int, ...]:
         """(whether rounding is stochastic, seed, stream, step): nothing for a codec that only rounds to nearest."""
@@ -63,8 +63,8 @@ class BlockCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
-            return self._encode_fast(x, None, 1.0, None, out, (step, rank, bucket))
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
+            return self._encode_fast(self._encode_kernel, x, None, 1.0, None, out, (step, rank, bucket))
         u, rounding = None, self._rounding(step, rank, bucket)
         if rounding and rounding[0]:
             _, seed, stream, _ = rounding
@@ -86,13 +86,14 @@ class BlockCodec(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
-        if self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
-            check_feedback(self, x, residual, candidate, out)
-            return self._encode_fast(x, residual, decay, candidate, out, (step, rank, bucket))
+        check_feedback(self, x, residual, candidate, out)
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
+            return self._encode_fast(self._encode_kernel, x, residual, decay, candidate, out, (step, rank, bucket))
         return super().encode_feedback(x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket)
 
     def _encode_fast(
         self,
+        name: tuple[str, str],
         x: Tensor,
         residual: Tensor | None,
         decay: float,
@@ -100,7 +101,7 @@ class BlockCodec(Codec):
         out: Tensor,
         place: tuple[int, int, int],
     ) -> int:
-        flags = kernel(*self._encode_kernel)(
+        flags = kernel(*name)(
             x.data_ptr(),
             dtype_code(x.dtype),
             None if residual is None else residual.data_ptr(),
@@ -117,8 +118,8 @@ class BlockCodec(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if runs_on_kernels(body, out):
-            self._decode_fast(body, out, False, 1.0)
+        if self._decode_kernel and runs_on_kernels(body, out):
+            self._decode_fast(self._decode_kernel, body, out, False, 1.0)
             return
         n = out.numel()
         scales = body[: -(-n // self.block) * self.scale_bytes]
@@ -127,16 +128,14 @@ class BlockCodec(Codec):
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
-        if runs_on_kernels(body, acc):
+        if self._decode_kernel and runs_on_kernels(body, acc):
             check_decode(self, body, acc)
-            self._decode_fast(body, acc, True, weight)
+            self._decode_fast(self._decode_kernel, body, acc, True, weight)
         else:
             super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
 
-    def _decode_fast(self, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
-        kernel(*self._decode_kernel)(
-            body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads()
-        )
+    def _decode_fast(self, name: tuple[str, str], body: Tensor, out: Tensor, add: bool, weight: float) -> None:
+        kernel(*name)(body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads())
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

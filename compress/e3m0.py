@@ -11,7 +11,6 @@ Stochastic rounding goes up from 2^k with probability (y - 2^k) / 2^k, and from 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from .blocks import (
 )
 from .codec import TINY
 from .packing import as_blocks
+from .qsgd import stochastic_octave
 
 __all__ = ["E3M0"]
 
@@ -74,8 +74,8 @@ class E3M0(BlockCodec):
 
     id = 0x3A
     bits = 4
-    _encode_kernel: ClassVar[tuple[str, str]] = ("lc_e3m0_encode", "pipfplliiuwwpi")
-    _decode_kernel: ClassVar[tuple[str, str]] = ("lc_e3m0_decode", "pllipifi")
+    _encode_kernel = ("lc_e3m0_encode", "pipfplliiuwwpi")
+    _decode_kernel = ("lc_e3m0_decode", "pllipifi")
 
     def __post_init__(self) -> None:
         check_block(self.block)
@@ -106,7 +106,7 @@ class E3M0(BlockCodec):
             stored = (scale.view(torch.int32) >> 23).to(torch.uint8)
         used = torch.where(scale > 0, scale, torch.inf).unsqueeze(1).expand_as(blocks)
         y = divide(blocks.abs(), used).view(-1)[: values.numel()]
-        codes = _nearest(y) if u is None else _stochastic(y, u)
+        codes = _nearest(y) if u is None else stochastic_octave(y, u, 7)
         return stored, torch.where(torch.signbit(values) & (codes > 0), codes + 8, codes), 0
 
     def _dequantize(self, scales: Tensor, codes: Tensor) -> Tensor:
@@ -131,11 +131,3 @@ class E3M0(BlockCodec):
 def _nearest(y: Tensor) -> Tensor:
     octave = ((y.view(torch.int32) + 0x00400000) >> 23) - 127
     return torch.where(y < 2.0**-7, 0, octave.clamp(-6, 0) + 7)
-
-
-def _stochastic(y: Tensor, u: Tensor) -> Tensor:
-    octave = (y.view(torch.int32) >> 23) - 127
-    part = y * ((127 - octave) << 23).view(torch.float32) - 1.0
-    code = octave.clamp(-6, 0) + 7
-    up = (octave < 0) & (u < part)
-    return torch.where(y < 2.0**-6, (u < y * 64.0).to(torch.int32), code + up)

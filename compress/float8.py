@@ -9,7 +9,6 @@ For every block of B neighbours, with a = max |x| and M the largest number of th
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -61,8 +60,8 @@ class Float8(BlockCodec):
     block: int = 256
 
     bits = 8
-    _encode_kernel: ClassVar[tuple[str, str]] = ("lc_float8_encode", "pipfpllipi")
-    _decode_kernel: ClassVar[tuple[str, str]] = ("lc_float8_decode", "pllipifi")
+    _encode_kernel = ("lc_float8_encode", "pipfpllipi")
+    _decode_kernel = ("lc_float8_decode", "pllipifi")
 
     def __post_init__(self) -> None:
         check_choice("format", self.format, tuple(_DTYPES))

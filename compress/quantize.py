@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -95,8 +94,8 @@ class Int(BlockCodec):
     scale: str = "f32"
     seed: int = 0
 
-    _encode_kernel: ClassVar[tuple[str, str]] = ("lc_int_encode", "pipfplliiiiuwwpi")
-    _decode_kernel: ClassVar[tuple[str, str]] = ("lc_int_decode", "plliiipifi")
+    _encode_kernel = ("lc_int_encode", "pipfplliiiiuwwpi")
+    _decode_kernel = ("lc_int_decode", "plliiipifi")
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 16:

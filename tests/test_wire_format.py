@@ -14,8 +14,10 @@ import torch
 import wire_reader
 from lowcomm.compress import (
     E3M0,
+    QSGD,
     SRHT,
     Cast,
+    Codebook,
     Codec,
     CountSketch,
     DCTTopK,
@@ -26,11 +28,14 @@ from lowcomm.compress import (
     Int4,
     Int8,
     Mixed,
+    NaturalCompression,
+    NuQSGD,
     PowerSGD,
     Sign,
     StoSign,
     Ternary,
     TopK,
+    ZeroPlusPlus,
 )
 
 from lowcomm import compress
@@ -41,6 +46,8 @@ ANY_LENGTH: list[Codec] = [
     *(Cast(form) for form in ("f32", "bf16", "fp16")),
     *(Int8(), Int8(block=5), Int4(), Int4(scale="bf16", block=3), Int4(scale="pow2"), Int2(), Int(bits=5, block=7)),
     *(Int4(rounding="stochastic"), Int8(affine=True, block=16), Int(bits=4, block=9, affine=True), Int(bits=13)),
+    *(QSGD(), QSGD(7, 16), NuQSGD(), NuQSGD(3, 16), ZeroPlusPlus(), ZeroPlusPlus(8, 16), NaturalCompression()),
+    *(Codebook(), Codebook("quantile", 32)),
     *(Float8(), Float8("e5m2", 16), E3M0(), E3M0(16), E3M0(7, scale="pow2"), E3M0(rounding="stochastic")),
     *(Sign(scale, 8) for scale in ("l1", "l2", "two_means", "none")),
     *(Sign(), Sign(block=64), StoSign(2.0)),

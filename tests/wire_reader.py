@@ -138,6 +138,45 @@ def read_e3m0(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[f
     return [fl(size * f32(wide)[i // codec.block]) for i, size in enumerate(signed)]
 
 
+def read_norm(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    levels, block = codec.levels, codec.block
+    width = (2 * levels).bit_length()
+    blocks = -(-n // block)
+    scales, codes = sections(body, 4 * blocks, (n * width + 7) // 8)
+    norms, values = f32(scales), []
+    for i, q in enumerate(fields(codes, width, n, signed=True)):
+        norm = norms[i // block]
+        if type(codec).__name__ == "QSGD":
+            unit = fl(norm / levels)
+            unit = unit if abs(unit * levels) < 2.0**128 * (1 - 2.0**-25) else next_below(unit)
+            size = fl(abs(q) * unit)
+        else:
+            size = fl(2.0 ** (min(abs(q), levels) - levels) * norm) if q else 0.0
+        values.append(-size if q < 0 else size)
+    return values
+
+
+def next_below(positive: float) -> float:
+    return float(struct.unpack("<f", struct.pack("<I", struct.unpack("<I", struct.pack("<f", positive))[0] - 1))[0])
+
+
+def read_zeropp(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    scales, codes = sections(body, 4 * -(-n // codec.block), (n * codec.bits + 7) // 8)
+    steps = f32(scales)
+    return [fl(q * steps[i // codec.block]) for i, q in enumerate(fields(codes, codec.bits, n, signed=True))]
+
+
+def read_natural(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    sizes = [2.0 ** ((code & 127) - 109) if code & 127 else 0.0 for code in body[:n]]
+    return [-size if code > 127 else size for size, code in zip(sizes, body, strict=False)]
+
+
+def read_codebook(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    tables, codes = sections(body, 1024 * -(-n // codec.block), n)
+    entries = f32(tables)
+    return [entries[i // codec.block * 256 + code] for i, code in enumerate(codes)]
+
+
 def read_sign(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
     per_scale = {"l1": 4, "l2": 4, "two_means": 8, "none": 0}[codec.scale]
     scales, bits = sections(body, -(-n // codec.block) * per_scale, (n + 7) // 8)
@@ -444,6 +483,11 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "Int8": read_int,
     "Float8": read_float8,
     "E3M0": read_e3m0,
+    "QSGD": read_norm,
+    "NuQSGD": read_norm,
+    "ZeroPlusPlus": read_zeropp,
+    "NaturalCompression": read_natural,
+    "Codebook": read_codebook,
     "Sign": read_sign,
     "StoSign": read_stosign,
     "Ternary": read_ternary,
