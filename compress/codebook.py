@@ -51,8 +51,8 @@ class Codebook(BlockCodec):
         [1.0, -2.0, 1.0, -2.0]
 
     Source: hivemind's Uniform8BitQuantization and Quantile8BitQuantization, PRIME's int8 ring (arXiv 2412.01152).
-    Chosen here: a codebook per block; sums in one fixed order; quantile k of m sorted numbers is number floor(k (m-1) / 256);
-    with more than 100 000 elements, the same of the quantiles of all chunks of that size.
+    Chosen here: a codebook per block; sums in one fixed order; quantile k of m sorted numbers is number
+    floor(k (m-1) / 256); with more than 100 000 elements, the same of the quantiles of all chunks of that size.
     """
 
     method: str = "uniform"
