@@ -141,7 +141,7 @@ class DESLOC(LowCommOptimizer):
             return True
         for part, work in others:
             part.write(work.result)
-        self._steps = step
+        self._set_steps(step)
         return False
 
 

@@ -136,6 +136,7 @@ class LowCommOptimizer(Optimizer):
     _reducer: AllReduce  # of what is said about parameters
     _dense: AllReduce  # of everything else, uncompressed
     _rejoining: list[int]  # ranks that get the group's state at the next sync
+    _of_this_process: ClassVar[tuple[str, ...]] = ("_group",)  # deep copies share them, pickles go without
     _fragments: list[Fragment]
     _in_flight: list[InFlight]
     _ready: bool  # flat buffers exist and `self.state` shows them
@@ -262,8 +263,7 @@ class LowCommOptimizer(Optimizer):
             self._own_gradients = None
         if not self._counting:
             return
-        self._steps += 1
-        self._set_all("local_step", self._steps)
+        self._set_steps(self._steps + 1)
         if self._steps >= self._next_event and not self._early_events:
             self._run_events()
 
@@ -574,8 +574,7 @@ class LowCommOptimizer(Optimizer):
                 exchange.work.discard()
                 exchange.fragment.last_send = sends[exchange.fragment.bucket]
             return True
-        self._steps = step
-        self._set_all("local_step", step)
+        self._set_steps(step)
         self._after_send(answers, step)
         self._finish([exchange for exchange in self._in_flight if exchange.due <= step])
         return False
@@ -680,8 +679,7 @@ class LowCommOptimizer(Optimizer):
                 assert fragment.anchor is not None
                 fragment.write(fragment.anchor)
         if self._reducer.rank in behind:
-            self._steps = int(table[donor][1])
-            self._set_all("local_step", self._steps)
+            self._set_steps(int(table[donor][1]))
         self._set_all("next_sync", 0)
         self._next_event = 0  # plan at the next step
 
@@ -943,6 +941,10 @@ class LowCommOptimizer(Optimizer):
         self._set_all("round", self._round + 1)
         return self._round
 
+    def _set_steps(self, step: int) -> None:
+        self._steps = step
+        self._set_all("local_step", step)
+
     def _set_all(self, key: str, value: int | list[int]) -> None:
         for group in self.param_groups:
             group[key] = value if isinstance(value, int) else list(value)
@@ -1062,8 +1064,10 @@ class LowCommOptimizer(Optimizer):
 
         A scheduler hooks into `step` by an attribute of the instance: copied, it would step the original.
         """
-        dropped = ("_reducer", "_dense", "_gradients", "_group", "_fragments", "_in_flight", "step", "_opt_called")
+        dropped = ("_reducer", "_dense", "_gradients", "_fragments", "_in_flight", "step", "_opt_called")
         kept = {k: v for k, v in self.__dict__.items() if k not in dropped and not k.startswith("_optimizer_")}
+        for name in self._of_this_process:
+            del kept[name]
         return {**kept, "state": self._settled_state()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -1077,7 +1081,7 @@ class LowCommOptimizer(Optimizer):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         state = copy.deepcopy(self.__getstate__(), memo)
-        twin.__setstate__({**state, "_group": self._group})
+        twin.__setstate__({**state, **{name: getattr(self, name) for name in self._of_this_process}})
         return twin
 
 

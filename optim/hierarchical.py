@@ -67,16 +67,18 @@ class HierarchicalLocalSGD(LowCommOptimizer):
             **shared,
         )
 
+    _of_this_process = ("_group", "_groups")
+
     def _connect(self, process_group: Any) -> None:
         super()._connect(process_group)
         self._levels = [AllReduce(group) for group in self._groups[:-1]] + [self._reducer]
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in super().__getstate__().items() if key not in ("_levels", "_groups")}
+        return {key: value for key, value in super().__getstate__().items() if key != "_levels"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "_groups" not in self.__dict__ and "_periods" in state:
-            raise RuntimeError("process groups cannot be copied: construct it anew and load a state_dict")
+        if not hasattr(self, "_groups") and "_groups" not in state:
+            raise RuntimeError("process groups cannot be pickled: construct it anew and load a state_dict")
         super().__setstate__(state)
 
     def _send(self, fragments: list[Fragment], step: int, optional: bool = False) -> list[InFlight]:

@@ -11,12 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from lowcomm.compress import Int4, Int8, TopK
 from lowcomm.optim import (
     CO2,
+    DESLOC,
+    MTDAO,
+    QSR,
     DiLoCo,
     EagerDiLoCo,
+    HierarchicalLocalSGD,
     LocalSGD,
     LowCommOptimizer,
+    QuasiHyperbolic,
     SignMomentum,
     SlowMo,
     StreamingDiLoCo,
@@ -24,7 +30,7 @@ from lowcomm.optim import (
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer
 
-Inner = Callable[[Any], Optimizer]
+Inner = Callable[..., Optimizer]
 
 
 @dataclass(frozen=True)
@@ -38,7 +44,8 @@ class Entry:
         first: step of the first one.
         agrees: what all workers have in common after such a sync: "all" (parameters and outer state), "outer" (outer
             state only), or nothing before "flush".
-        inner: the inner optimizer that tests use where it does not matter.
+        inners: the inner optimizers it goes with; the first is used where it does not matter. () means all common ones.
+        apart: options with which it does not synchronise in the first 50 steps.
         name: id in test names, when one class is listed twice.
         busy: steps before the first sync of everything at which something is sent.
         elementwise: what happens to a parameter does not depend on which others are in the same wrapper.
@@ -49,10 +56,19 @@ class Entry:
     period: int = 3
     first: int = 3
     agrees: str = "all"
-    inner: str = "adamw"
+    inners: tuple[str, ...] = ()
+    apart: dict[str, Any] = field(default_factory=lambda: {"sync_every": 99})
     name: str = ""
     busy: tuple[int, ...] = ()
     elementwise: bool = True
+
+    @property
+    def inner(self) -> str:
+        return self.inners[0] if self.inners else "adamw"
+
+    def wrap(self, parameters: Any, **options: Any) -> LowCommOptimizer:
+        """The optimizer around its usual inner one."""
+        return self(INNERS[self.inner](parameters), **options)
 
     @property
     def quiet(self) -> list[int]:
@@ -78,11 +94,29 @@ class Entry:
         return self.cls(inner, **{**self.options, **options})
 
 
+INNERS: dict[str, Inner] = {
+    "sgd": lambda params, lr=0.1: SGD(params, lr=lr),
+    "momentum": lambda params, lr=0.01: SGD(params, lr=lr, momentum=0.9),
+    "adamw": lambda params, lr=0.01: AdamW(params, lr=lr, eps=1e-4),
+    "adagrad": lambda params, lr=0.03: Adagrad(params, lr=lr),
+    "nadam": lambda params, lr=0.01: NAdam(params, lr=lr),
+    "quasi": lambda params, lr=0.01: QuasiHyperbolic(params, lr=lr, form="adam", eps=1e-4),
+}
+if hasattr(torch.optim, "Muon"):
+    INNERS["muon"] = lambda params, lr=0.02: torch.optim.Muon(params, lr=lr)
+COMMON = tuple(name for name in INNERS if name != "quasi")
+ADAMS = ("adamw", "nadam")
+
 ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3}),
-    Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, name="LocalAdam"),
+    Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, inners=ADAMS, name="LocalAdam"),
+    Entry(LocalSGD, {"sync_every": QSR(alpha=0.02, base=3, max_interval=3)}, name="QSR"),
+    Entry(HierarchicalLocalSGD, {"sync_every": {1: 1, 3: None}}, busy=(1, 2), apart={"sync_every": {99: None}}),
     Entry(DiLoCo, {"sync_every": 3}),
     Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, first=4, busy=(1,), name="DiLoCo-warmup"),
+    Entry(DiLoCo, {"sync_every": 3, "compress": Int8()}, elementwise=False, name="DiLoCo-Int8"),
+    Entry(DiLoCo, {"sync_every": 3, "compress": TopK(density=0.25)}, elementwise=False, name="DiLoCo-TopK"),
+    Entry(LocalSGD, {"sync_every": 3, "compress": Int4()}, elementwise=False, name="LocalSGD-Int4"),
     Entry(SlowMo, {"sync_every": 3}),
     Entry(SlowMo, {"sync_every": 3, "buffers": "average"}, name="SlowMo-average"),
     Entry(SignMomentum, {"sync_every": 3, "weight_decay": 0.0}),
@@ -96,10 +130,11 @@ ENTRIES = [
     Entry(EagerDiLoCo, {"sync_every": 3}, first=6, busy=(3,), agrees="flush"),
     Entry(
         EagerDiLoCo,
-        {"sync_every": 3, "delayed": True, "outer_lr": 0.2, "outer_momentum": 0.5},
+        {"sync_every": 3, "delayed": True, "outer_lr": 0.2, "outer_momentum": 0.5, "compress": Int8()},
         first=6,
         busy=(3,),
-        name="DelayedDiLoCo",
+        elementwise=False,
+        name="DelayedDiLoCo-Int8",
     ),
     Entry(
         StreamingDiLoCo,
@@ -112,25 +147,30 @@ ENTRIES = [
     ),
     Entry(
         StreamingDiLoCo,
-        {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 0},
+        {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 0, "compress": TopK(density=0.25)},
         first=4,
         period=4,
         busy=(2,),
         agrees="outer",
         elementwise=False,
-        name="Streaming-blocking",
+        name="Streaming-TopK",
     ),
+    Entry(
+        DESLOC,
+        {"sync_every": {"params": 3, "exp_avg": 3, "exp_avg_sq": 6}},
+        inners=ADAMS,
+        apart={"sync_every": {"params": 99}},
+    ),
+    Entry(
+        DESLOC,
+        {"sync_every": {"params": 3, "exp_avg": 3}, "sync_point": "pre"},
+        first=4,
+        inners=ADAMS,
+        apart={"sync_every": {"params": 99}},
+        name="DESLOC-pre",
+    ),
+    Entry(MTDAO, {"sync_every": 3}, inners=("quasi",), apart={"sync_every": 99}),
 ]
-
-INNERS: dict[str, Inner] = {
-    "sgd": lambda params: SGD(params, lr=0.1),
-    "momentum": lambda params: SGD(params, lr=0.01, momentum=0.9),
-    "adamw": lambda params: AdamW(params, lr=0.01, eps=1e-4),
-    "adagrad": lambda params: Adagrad(params, lr=0.03),
-    "nadam": lambda params: NAdam(params, lr=0.01),
-}
-if hasattr(torch.optim, "Muon"):
-    INNERS["muon"] = lambda params: torch.optim.Muon(params, lr=0.02)
 
 
 def entry_named(name: str) -> Entry:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch._dynamo as dynamo
-from lowcomm.optim import DiLoCo
+from lowcomm.optim import DiLoCo, HierarchicalLocalSGD
 from optimizers_under_test import (
+    COMMON,
     ENTRIES,
     INNERS,
     Entry,
@@ -27,11 +28,11 @@ from optimizers_under_test import (
     train,
 )
 from torch import nn
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
-each_inner = pytest.mark.parametrize("inner", INNERS)
+each_pair = pytest.mark.parametrize(("entry", "inner"), [(e, i) for e in ENTRIES for i in e.inners or COMMON], ids=str)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -53,13 +54,18 @@ HOOK_TABLES = (
 )
 
 
+def apart(entry: Entry) -> Callable[[Any], Any]:
+    """The class of an entry as it is while no sync is due."""
+    return lambda inner: entry.cls(inner, **entry.apart)
+
+
 # ---- being an Optimizer ------------------------------------------------------------------------------------------
 
 
 @each
 def test_is_an_optimizer(entry: Entry) -> None:
     model = model_for()
-    inner = AdamW(model.named_parameters(), lr=0.02)
+    inner = INNERS[entry.inner](model.named_parameters(), lr=0.02)
     optimizer = entry(inner)
     assert isinstance(optimizer, Optimizer)
     assert optimizer.defaults["lr"] == 0.02
@@ -88,12 +94,12 @@ def test_takes_what_torch_takes(entry: Entry) -> None:
     results = []
     for form in forms:
         model = model_for()
-        optimizer = entry(AdamW(form(model), lr=0.01))
+        optimizer = entry.wrap(form(model))
         train(model, optimizer, range(entry.twice))
         results.append(dict(model.state_dict()))
     assert all(not differences(result, results[0]) for result in results)
     with pytest.raises(ValueError, match="empty parameter list"):
-        entry(AdamW([], lr=0.01))
+        entry.wrap([])
     for bad, error, message in (
         (set(nn.Linear(2, 2).named_parameters()), TypeError, "ordered collections"),
         (list(model.named_parameters()), ValueError, "more than one parameter group"),
@@ -189,14 +195,12 @@ def test_gradients_and_storage_stay(entry: Entry) -> None:
 # ---- inner optimizers --------------------------------------------------------------------------------------------
 
 
-@each
-@each_inner
+@each_pair
 def test_between_syncs_the_inner_optimizer_is_itself(entry: Entry, inner: str) -> None:
     """Bit for bit the bare inner optimizer while no sync is due, lazily created state included."""
-    options = {key: value for key, value in entry.options.items() if key != "warmup_steps"}
     model, twin = model_for(inner), model_for(inner)
     bare = INNERS[inner](twin.parameters())
-    optimizer = Entry(entry.cls, options)(INNERS[inner](model.parameters()), sync_every=100)
+    optimizer = apart(entry)(INNERS[inner](model.parameters()))
     train(model, optimizer, range(5))
     train(twin, bare, range(5))
     assert not differences(dict(model.state_dict()), dict(twin.state_dict()))
@@ -204,30 +208,25 @@ def test_between_syncs_the_inner_optimizer_is_itself(entry: Entry, inner: str) -
         assert not differences(tensors_of(optimizer.state[p]["inner"]), tensors_of(bare.state[q]))
 
 
-@each
-@each_inner
+@each_pair
 def test_learns_with_every_inner_optimizer(entry: Entry, inner: str) -> None:
-    if "average_state" in entry.options and inner not in ("adamw", "nadam"):
-        pytest.skip("averages Adam's moments")
     model, optimizer = build(entry, inner)
     first = sum(float(backward(model, step)) for step in range(4))
     for _ in range(6):
         train(model, optimizer, range(4))
     assert sum(float(backward(model, step)) for step in range(4)) < first
-    assert optimizer.num_syncs == syncs_by_step(entry, 24)[-1]
+    assert optimizer.num_syncs == syncs_by_step(entry, 24)[-1] >= 3
 
 
 @each
 def test_two_inner_optimizers(entry: Entry) -> None:
-    """One wrapper around Muon (or SGD) and AdamW, and one wrapper around each, make the same run: no step is lost."""
-    matrices = "muon" if "muon" in INNERS else "momentum"
-    if "average_state" in entry.options:
-        matrices = "adamw"
+    """One wrapper around two inner optimizers, Muon and AdamW where the method allows it, and one wrapper around each, make the same run: no step is lost."""
+    matrices = entry.inners[-1] if entry.inners else "muon" if "muon" in INNERS else "momentum"
 
     def split(model: nn.Module) -> tuple[Optimizer, Optimizer]:
         two_d = [p for p in model.parameters() if p.dim() == 2]
         rest = [p for p in model.parameters() if p.dim() != 2]
-        return INNERS[matrices](two_d), AdamW(rest, lr=0.01)
+        return INNERS[matrices](two_d), INNERS[entry.inner](rest)
 
     model, twin = model_for(), model_for()
     both = entry(split(model))
@@ -253,7 +252,7 @@ def test_two_inner_optimizers(entry: Entry) -> None:
 @each
 def test_closure_with_two_inner_optimizers(entry: Entry) -> None:
     model = model_for()
-    optimizer = entry([INNERS["adamw"](model[0].parameters()), INNERS["adamw"](model[2].parameters())])
+    optimizer = entry([INNERS[entry.inner](model[k].parameters()) for k in (0, 2)])
     twin, plain = build(entry)
     calls = []
 
@@ -276,6 +275,9 @@ def test_closure_with_two_inner_optimizers(entry: Entry) -> None:
 def test_schedulers_reach_the_inner_optimizer(entry: Entry, scheduler_first: bool) -> None:
     """The learning rate in use is the scheduler's, before and after a load, whichever is built or loaded first."""
 
+    if entry.inners == ("quasi",):
+        pytest.skip("takes one inner optimizer only, whose step does not tell its learning rate")
+
     def learning_rate(model: nn.Module, optimizer: Optimizer) -> float:
         before = [p.detach().clone() for p in model.parameters()]
         backward(model, 0)
@@ -285,8 +287,7 @@ def test_schedulers_reach_the_inner_optimizer(entry: Entry, scheduler_first: boo
 
     def fresh() -> tuple[nn.Module, Any, StepLR]:
         model = model_for(dtype=torch.float64)
-        options = {key: value for key, value in entry.options.items() if key not in ("average_state", "warmup_steps")}
-        optimizer = Entry(entry.cls, options)(SGD(model.parameters(), lr=0.8), sync_every=100)
+        optimizer = apart(entry)(SGD(model.parameters(), lr=0.8))
         return model, optimizer, StepLR(optimizer, step_size=1, gamma=0.5)
 
     model, optimizer, scheduler = fresh()
@@ -309,12 +310,11 @@ def test_schedulers_reach_the_inner_optimizer(entry: Entry, scheduler_first: boo
 def test_scheduler_around_the_inner_optimizer(entry: Entry) -> None:
     """A scheduler that was built with the inner optimizer acts on the same groups; it never warns about step order."""
     model = model_for()
-    inner = SGD(model.parameters(), lr=0.8)
+    inner = INNERS[entry.inner](model.parameters(), lr=0.8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scheduler = StepLR(inner, step_size=1, gamma=0.5)
-        options = {key: value for key, value in entry.options.items() if key != "average_state"}
-        optimizer = Entry(entry.cls, options)(inner)
+        optimizer = apart(entry)(inner)
         for step in range(entry.first):
             backward(model, step)
             optimizer.step()
@@ -339,6 +339,8 @@ def test_a_learning_rate_of_zero_counts_as_a_step(entry: Entry) -> None:
 @each
 def test_sync_every_can_be_changed_while_training(entry: Entry) -> None:
     model, optimizer = build(entry)
+    if optimizer.param_groups[0]["sync_every"] is None or "periods" in optimizer.param_groups[0]:
+        pytest.skip("has a schedule or several periods, given at construction")
     train(model, optimizer, range(entry.first))
     before = optimizer.num_syncs
     for group in optimizer.param_groups:
@@ -354,7 +356,7 @@ def test_sync_every_can_be_changed_while_training(entry: Entry) -> None:
 def test_groups_added_while_training(entry: Entry) -> None:
     """A new group is trained, synchronised and saved; it inherits the counters."""
     model = model_for()
-    optimizer = entry(AdamW(model[0].parameters(), lr=0.01))
+    optimizer = entry.wrap(model[0].parameters())
     train(model, optimizer, range(entry.first + 1))
     optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.02})
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -364,7 +366,7 @@ def test_groups_added_while_training(entry: Entry) -> None:
 
     other = model_for(seed=1)
     groups = [{"params": other[0].parameters()}, {"params": other[2].parameters(), "lr": 0.02}]
-    resumed = entry(AdamW(groups, lr=0.01))
+    resumed = entry.wrap(groups)
     other.load_state_dict(model.state_dict())
     resumed.load_state_dict(through_file(optimizer.state_dict()))
     train(model, optimizer, range(entry.period))
@@ -390,7 +392,7 @@ def test_frozen_tied_and_unused_parameters(entry: Entry) -> None:
     torch.manual_seed(0)
     model = Tied()
     frozen, unused = model.frozen.weight.detach().clone(), model.unused.weight.detach().clone()
-    optimizer = entry(AdamW(model.parameters(), lr=0.01, weight_decay=0.0))
+    optimizer = entry.wrap([{"params": model.parameters(), "weight_decay": 0.0}])
     train(model, optimizer, range(entry.twice))
     assert model.second.weight is model.first.weight
     assert torch.equal(model.frozen.weight, frozen)
@@ -489,6 +491,10 @@ def test_copies_are_independent_and_equal(entry: Entry, how: str) -> None:
     train(model, optimizer, range(entry.first + 1))
     if how == "deepcopy":
         twin_model, twin = copy.deepcopy((model, optimizer))
+    elif entry.cls is HierarchicalLocalSGD:
+        with pytest.raises(RuntimeError, match="process groups cannot be pickled"):
+            pickle.loads(pickle.dumps((model, optimizer)))
+        return
     else:
         twin_model, twin = pickle.loads(pickle.dumps((model, optimizer)))
     start = everything(model, optimizer)

@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lowcomm.optim import DiLoCo, StreamingDiLoCo
+from lowcomm.optim import DiLoCo, HierarchicalLocalSGD, StreamingDiLoCo
 from optimizers_under_test import (
+    COMMON,
     ENTRIES,
     INNERS,
     Entry,
@@ -37,9 +38,9 @@ each = pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
 
 def inners_of(entry: Entry) -> list[str]:
     """All inner optimizers where the method itself touches inner state, and for the two basic methods; else one."""
-    if "average_state" in entry.options:
-        return ["adamw", "nadam"]
-    return list(INNERS) if entry.id in ("LocalSGD", "DiLoCo", "SlowMo-average") else [entry.inner]
+    if entry.inners:
+        return list(entry.inners)
+    return list(COMMON) if entry.id in ("LocalSGD", "DiLoCo", "SlowMo-average") else [entry.inner]
 
 
 COMMUNICATION = [
@@ -200,7 +201,7 @@ def _gradients_missing(rank: int, entry: Entry) -> list[str]:
 def _buffers(rank: int, entry: Entry) -> list[Any]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-    optimizer = entry(INNERS["adamw"](model.parameters()), sync_buffers=model)
+    optimizer = entry.wrap(model.parameters(), sync_buffers=model)
     before: dict[str, torch.Tensor] = {}
     for step in range(entry.first):
         for _ in range(1 + rank):  # forward passes update the statistics; ranks make different numbers of them
@@ -225,7 +226,7 @@ def _two_dtypes(rank: int, entry: Entry) -> list[str]:
 
     torch.manual_seed(rank)
     model = Parts()
-    optimizer = entry(INNERS["adamw"](model.parameters()))
+    optimizer = entry.wrap(model.parameters())
     train(model, optimizer, range(entry.twice), rank)
     optimizer.flush()
     assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
@@ -246,7 +247,7 @@ def _state_asked_for_on_one_rank(rank: int, entry: Entry) -> list[Any]:
     """Rank 0 alone asks for the optimizer's state, before the first step and in mid-round: nobody communicates."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-    inner = "adamw" if "average_state" in entry.options else "sgd"
+    inner = entry.inner if entry.inners else "sgd"
     model, optimizer = build(entry, inner)
     start = {name: p.detach().clone() for name, p in model.named_parameters()}
     with recorded() as calls:
@@ -303,7 +304,8 @@ def _check_two(found: dict[str, Any], rank: int, world_size: int) -> None:
     for entry in ENTRIES:
         for inner in inners_of(entry):
             found[f"training {entry.id} {inner}"] = _training(rank, entry, inner)
-        found[f"uneven {entry.id}"] = _uneven(rank, entry)
+        if entry.cls is not HierarchicalLocalSGD:
+            found[f"uneven {entry.id}"] = _uneven(rank, entry)
         found[f"overflow {entry.id}"] = [_overflow(rank, entry, step) for step in (0, entry.first - 1)]
         found[f"missing {entry.id}"] = _gradients_missing(rank, entry)
         if entry.options.get("delay", 0) == 0 or entry.cls is not StreamingDiLoCo:
@@ -316,7 +318,8 @@ def _check_two(found: dict[str, Any], rank: int, world_size: int) -> None:
 def _check_more(found: dict[str, Any], rank: int, world_size: int) -> None:
     for entry in ENTRIES:
         found[f"training {entry.id} {entry.inner}"] = _training(rank, entry, entry.inner)
-        found[f"uneven {entry.id}"] = _uneven(rank, entry)
+        if entry.cls is not HierarchicalLocalSGD:
+            found[f"uneven {entry.id}"] = _uneven(rank, entry)
     if world_size == 4:
         found["groups"] = _groups(rank, world_size)
 
@@ -388,6 +391,8 @@ def test_workers_agree_after_every_sync(two: list[dict[str, Any]], entry: Entry,
 def test_more_workers_agree(request: pytest.FixtureRequest, entry: Entry, world: str) -> None:
     found = request.getfixturevalue(world)
     _check_training(entry, of_ranks(found, f"training {entry.id} {entry.inner}"))
+    if entry.cls is HierarchicalLocalSGD:
+        return
     for digests in zip(*of_ranks(found, f"uneven {entry.id}"), strict=True):
         assert len(set(digests)) == 1
 
@@ -410,6 +415,8 @@ def test_no_communication_between_syncs(two: list[dict[str, Any]], entry: Entry)
 @each
 def test_uneven_batches_end_with_flush(two: list[dict[str, Any]], entry: Entry) -> None:
     """Workers that run out of data early answer the others; resumed from a checkpoint after the flush alike."""
+    if entry.cls is HierarchicalLocalSGD:
+        pytest.skip("documented: its workers make equal numbers of steps")
     mine, theirs = of_ranks(two, f"uneven {entry.id}")
     assert mine == theirs
     assert mine[1] == mine[2] != mine[0]
@@ -469,7 +476,7 @@ def test_asking_for_state_on_one_rank(two: list[dict[str, Any]], entry: Entry) -
     for asked, queried, plain in answers:
         assert asked == []
         assert queried == answers[0][1]
-        if "average_state" not in entry.options:
+        if not entry.inners:
             assert queried == plain
 
 
