@@ -707,8 +707,10 @@ class LowCommOptimizer(Optimizer):
                 param_group.setdefault(key, copy.copy(self.param_groups[0][key]))
         super().add_param_group(param_group)
         if known:
+            self._check_codec_takes(param_group["params"])
             return
         try:
+            self._check_codec_takes(param_group["params"])
             agree_on_tensors(self._named_parameters([param_group]), process_group=self._group, init=self._init)
             if self._ready:
                 self._lay_out()
@@ -717,6 +719,10 @@ class LowCommOptimizer(Optimizer):
             self._inners[-1].param_groups.pop()
             self._partition()
             raise
+
+    def _check_codec_takes(self, parameters: Sequence[Tensor]) -> None:
+        if self._codec is not None and any(p.dtype == torch.float64 for p in parameters):
+            raise ValueError("compress takes parameters of float32 and narrower but one is float64; use compress=None")
 
     def _trainable(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"] if p.requires_grad]

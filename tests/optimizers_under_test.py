@@ -139,6 +139,7 @@ ENTRIES = [
     Entry(
         StreamingDiLoCo,
         {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 1},
+        apart={"sync_every": 99, "fragments": "bytes"},
         first=5,
         period=4,
         busy=(2, 3, 4),
@@ -148,6 +149,7 @@ ENTRIES = [
     Entry(
         StreamingDiLoCo,
         {"sync_every": 4, "fragments": "bytes", "num_fragments": 2, "delay": 0, "compress": TopK(density=0.25)},
+        apart={"sync_every": 99, "fragments": "bytes"},
         first=4,
         period=4,
         busy=(2,),
@@ -165,6 +167,7 @@ ENTRIES = [
         DESLOC,
         {"sync_every": {"params": 3, "exp_avg": 3}, "sync_point": "pre"},
         first=4,
+        agrees="flush",
         inners=ADAMS,
         apart={"sync_every": {"params": 99}},
         name="DESLOC-pre",

@@ -218,7 +218,10 @@ def test_learns_with_every_inner_optimizer(entry: Entry, inner: str) -> None:
     assert optimizer.num_syncs == syncs_by_step(entry, 24)[-1] >= 3
 
 
-@each
+several = pytest.mark.parametrize("entry", [e for e in ENTRIES if e.inners != ("quasi",)], ids=str)
+
+
+@several
 def test_two_inner_optimizers(entry: Entry) -> None:
     """One wrapper around two inner optimizers, Muon and AdamW where the method allows it, and one wrapper around each, make the same run: no step is lost."""
     matrices = entry.inners[-1] if entry.inners else "muon" if "muon" in INNERS else "momentum"
@@ -249,7 +252,7 @@ def test_two_inner_optimizers(entry: Entry) -> None:
     assert not differences(everything(other, resumed), everything(model, both))
 
 
-@each
+@several
 def test_closure_with_two_inner_optimizers(entry: Entry) -> None:
     model = model_for()
     optimizer = entry([INNERS[entry.inner](model[k].parameters()) for k in (0, 2)])
@@ -396,7 +399,8 @@ def test_frozen_tied_and_unused_parameters(entry: Entry) -> None:
     train(model, optimizer, range(entry.twice))
     assert model.second.weight is model.first.weight
     assert torch.equal(model.frozen.weight, frozen)
-    assert torch.equal(model.unused.weight, unused)
+    if "compress" not in entry.options:  # a codec may give a zero another value for a while
+        assert torch.equal(model.unused.weight, unused)
     assert optimizer.num_syncs == syncs_by_step(entry, entry.twice)[-1]
     model.frozen.weight.requires_grad_(True)
     train(model, optimizer, range(entry.twice))
@@ -467,6 +471,10 @@ def test_grad_scaler_skips_an_overflow_but_counts_it(entry: Entry) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_dtypes(entry: Entry, dtype: torch.dtype) -> None:
     """Outer state is float32 (float64 for float64 parameters), parameters keep their dtype."""
+    if dtype == torch.float64 and "compress" in entry.options:
+        with pytest.raises(ValueError, match=r"float64.*compress|compress.*float64"):
+            build(entry, dtype=dtype)
+        return
     model, optimizer = build(entry, dtype=dtype)
     train(model, optimizer, range(entry.first))
     expected = torch.float64 if dtype == torch.float64 else torch.float32
