@@ -83,13 +83,18 @@ class HierarchicalLocalSGD(LowCommOptimizer):
 
     def _send(self, fragments: list[Fragment], step: int, optional: bool = False) -> list[InFlight]:
         t, world = step - self._warmup_steps, self._reducer
-        self._reducer = [level for level, period in zip(self._levels, self._periods, strict=True) if t % period == 0][
-            -1
-        ]
+        levels = [level for level, period in zip(self._levels, self._periods, strict=True) if t % period == 0]
+        self._reducer = levels[-1]
+        last = {fragment.bucket: fragment.last_send for fragment in self._fragments}
         try:
-            return super()._send(fragments, step, optional)
+            sent = super()._send(fragments, step, optional)
         finally:
             self._reducer = world
+        if levels[-1] is not world:  # progress that the world has not seen: `flush` still owes it
+            for fragment in fragments:
+                fragment.last_send = last[fragment.bucket]
+            self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
+        return sent
 
     def _others_due(self, due: list[InFlight], receipts: list[Any]) -> tuple[Sequence[str], bool]:
         """State and buffers travel with averages over the whole world only."""

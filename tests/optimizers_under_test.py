@@ -111,7 +111,7 @@ ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3}),
     Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, inners=ADAMS, name="LocalAdam"),
     Entry(LocalSGD, {"sync_every": QSR(alpha=0.02, base=3, max_interval=3)}, name="QSR"),
-    Entry(HierarchicalLocalSGD, {"sync_every": {1: 1, 3: None}}, busy=(1, 2), apart={"sync_every": {99: None}}),
+    Entry(HierarchicalLocalSGD, {"sync_every": {1: 1, 3: None}}, apart={"sync_every": {99: None}}),
     Entry(DiLoCo, {"sync_every": 3}),
     Entry(DiLoCo, {"sync_every": 3, "nesterov": False, "warmup_steps": 1}, first=4, busy=(1,), name="DiLoCo-warmup"),
     Entry(DiLoCo, {"sync_every": 3, "compress": Int8()}, elementwise=False, name="DiLoCo-Int8"),
