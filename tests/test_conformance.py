@@ -223,7 +223,7 @@ several = pytest.mark.parametrize("entry", [e for e in ENTRIES if e.inners != ("
 
 @several
 def test_two_inner_optimizers(entry: Entry) -> None:
-    """One wrapper around two inner optimizers, Muon and AdamW where the method allows it, and one wrapper around each, make the same run: no step is lost."""
+    """One wrapper around two inner optimizers, where the method allows it, and one around each make the same run."""
     matrices = entry.inners[-1] if entry.inners else "muon" if "muon" in INNERS else "momentum"
 
     def split(model: nn.Module) -> tuple[Optimizer, Optimizer]:
