@@ -760,7 +760,7 @@ class LowCommOptimizer(Optimizer):
         saved, partition = self._settled_state(), self._partition()
         if self._fragments:
             self._renumber([[p for p, _ in members] for members in partition])
-        sends = self.param_groups[0]["last_send"] or []
+        sends = self.param_groups[0]["last_send"]
         self._fragments, self._in_flight = [], []
         for bucket, members in enumerate(partition):
             fragment = Fragment(bucket, [p for p, _ in members], [g for _, g in members], home)
@@ -772,6 +772,7 @@ class LowCommOptimizer(Optimizer):
             self._restore(fragment, saved)
         self._restore_in_flight(saved)
         self._ready = True
+        self._show_counters()
         for fragment in self._fragments:
             self._bind(fragment)
 
@@ -813,9 +814,7 @@ class LowCommOptimizer(Optimizer):
         values put in by `state_dict`.
         """
         blank = torch.zeros((), dtype=fragment.dtype, device=fragment.device)
-        names = [f"in_flight_{k}" for k in range(self._slots())]
-        names += [f"own_{k}" for k in range(self._slots()) if self._keeps_own]
-        names += list(self._reducer.state_names())
+        names = self._transient_names()
         for index, p in enumerate(fragment.tensors):
             entry: dict[str, Any] = {"inner": self._inner_state(p)}
             entry.update({name: fragment.view(flat, index) for name, flat in fragment.flats().items()})
@@ -834,13 +833,26 @@ class LowCommOptimizer(Optimizer):
                 transient[f"in_flight_{k}"] = exchange.work.result
                 if exchange.own is not None:
                     transient[f"own_{k}"] = exchange.own
+            for name in self._transient_names():
+                if name not in transient:  # nothing there yet: zeros of its own, into which a checkpoint can be read
+                    transient[name] = self._zeros(fragment, name)
             for index, p in enumerate(fragment.tensors):
                 filled[p]["inner"] = self._inner_state(p)
                 for name, flat in transient.items():
                     filled[p][name] = self._part(fragment, index, name, flat)
         if self._fragments:  # otherwise this is a load, and the groups tell what was in flight
-            self._set_all("in_flight", [n for x in self._in_flight for n in (x.fragment.bucket, x.due)])
+            self._show_counters()
         return filled
+
+    def _transient_names(self) -> list[str]:
+        """Names of state that changes buffers at every exchange."""
+        names = [f"in_flight_{k}" for k in range(self._slots())]
+        names += [f"own_{k}" for k in range(self._slots()) if self._keeps_own]
+        return names + list(self._reducer.state_names())
+
+    def _zeros(self, fragment: Fragment, name: str) -> Tensor:
+        start, stop = self._reducer.owner_slice(fragment.numel) if name.startswith("owner_") else (0, fragment.numel)
+        return torch.zeros(stop - start, dtype=fragment.dtype, device=fragment.device)
 
     def _part(self, fragment: Fragment, index: int, name: str, flat: Tensor) -> Tensor:
         """The part of a flat buffer that belongs to parameter `index`.
@@ -893,7 +905,7 @@ class LowCommOptimizer(Optimizer):
         return flat
 
     def _restore_in_flight(self, saved: dict[Tensor, dict[str, Any]]) -> None:
-        pairs = self.param_groups[0].get("in_flight") or []
+        pairs = [number for number in self.param_groups[0].get("in_flight", []) if number >= 0]
         slots: dict[int, int] = defaultdict(int)
         for bucket, due in zip(pairs[::2], pairs[1::2], strict=True):
             fragment = self._fragments[bucket]
@@ -954,6 +966,16 @@ class LowCommOptimizer(Optimizer):
     def _set_all(self, key: str, value: int | list[int]) -> None:
         for group in self.param_groups:
             group[key] = value if isinstance(value, int) else list(value)
+
+    def _show_counters(self) -> None:
+        """Put what fragments know into the groups, in lists of constant length.
+
+        Checkpoint helpers take lists apart and expect as many elements as a fresh optimizer has.
+        """
+        flying = [number for x in self._in_flight for number in (x.fragment.bucket, x.due)]
+        length = 2 * self._slots() * len(self._fragments)
+        self._set_all("in_flight", flying + [-1] * (length - len(flying)))
+        self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
 
     def _agreement(self) -> dict[str, object]:
         """The settings that all workers must share, by name."""
