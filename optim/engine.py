@@ -968,12 +968,12 @@ class LowCommOptimizer(Optimizer):
             group[key] = value if isinstance(value, int) else list(value)
 
     def _show_counters(self) -> None:
-        """Put what fragments know into the groups, in lists of constant length.
+        """Put what fragments know into the groups, in lists of constant length that are never empty.
 
-        Checkpoint helpers take lists apart and expect as many elements as a fresh optimizer has.
+        Checkpoint helpers take lists apart, expect as many elements as a fresh optimizer has, and lose empty ones.
         """
         flying = [number for x in self._in_flight for number in (x.fragment.bucket, x.due)]
-        length = 2 * self._slots() * len(self._fragments)
+        length = 2 * max(1, self._slots() * len(self._fragments))
         self._set_all("in_flight", flying + [-1] * (length - len(flying)))
         self._set_all("last_send", [fragment.last_send for fragment in self._fragments])
 
