@@ -3,6 +3,7 @@
 #pragma once
 #include "kernels.h"
 #include "narrow.cuh"
+#include "tables.h"
 
 // Rows longer than LC_MAX_ROW are never copied and are selected from by radix; at most LC_MAX_MARKED are listed at once.
 constexpr int64_t LC_MAX_ROW = 65536, LC_MAX_MARKED = 1024;
@@ -79,11 +80,17 @@ struct LcSelector {
   int64_t c, k;
   uint32_t guess = 0, margin = 1u << 19;    // smoothed k-th magnitude of the rows before; how far below it to mark
   uint32_t threshold = 0;                   // k-th magnitude of this row
+  const float *next = nullptr, *next2 = nullptr;
   uint64_t marks[LC_MAX_ROW / 64];          // one bit for each element
   uint32_t keys[LC_MAX_MARKED + 64];
 };
 
 static inline bool lc_selector_takes(int64_t c, int64_t k) { return c % 64 == 0 && c <= LC_MAX_ROW && k < c; }
+
+// Ask for a cache line of the next row. Spread over the whole work on a row: memory then never rests.
+LC_AVX2 static inline void lc_fetch_ahead(const float* row, int64_t line) {
+  _mm_prefetch((const char*)row + 64 * line, _MM_HINT_T0);
+}
 
 // Mark elements of magnitude >= threshold; return how many. With a residual, x is first replaced by decay * residual + x
 // in `row`.
@@ -91,25 +98,26 @@ template <bool corrected>
 LC_AVX2 static inline int64_t lc_mark_avx2(LcSelector& s, const float* x, const float* residual, float decay, float* row,
                                            uint32_t threshold) {
   const __m256i magnitude = _mm256_set1_epi32(0x7FFFFFFF), below = _mm256_set1_epi32((int)threshold - 1);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // packing leaves the quarters of vectors interleaved
   const __m256 factor = _mm256_set1_ps(decay);
   int64_t count = 0;
-  for (int64_t i = 0; i < s.c; i += 64) {
-    uint64_t mark = 0;
-    for (int j = 0; j < 8; ++j) {
+  for (int64_t i = 0; i < s.c; i += 32) {
+    __m256i above[4];
+    for (int j = 0; j < 4; ++j) {
       __m256 p = _mm256_loadu_ps(x + i + 8 * j);
       if (corrected) {
         p = _mm256_add_ps(_mm256_mul_ps(factor, _mm256_loadu_ps(residual + i + 8 * j)), p);
         _mm256_storeu_ps(row + i + 8 * j, p);
       }
-      const __m256i key = _mm256_and_si256(_mm256_castps_si256(p), magnitude);
-      mark |= (uint64_t)(uint32_t)_mm256_movemask_ps(_mm256_castsi256_ps(_mm256_cmpgt_epi32(key, below))) << (8 * j);
+      above[j] = _mm256_cmpgt_epi32(_mm256_and_si256(_mm256_castps_si256(p), magnitude), below);
     }
-    for (int j = 0; j < 4; ++j) {  // the next row
-      _mm_prefetch((const char*)(x + s.c + i + 16 * j), _MM_HINT_T0);
-      if (corrected) _mm_prefetch((const char*)(residual + s.c + i + 16 * j), _MM_HINT_T0);
-    }
-    s.marks[i / 64] = mark;
-    count += __builtin_popcountll(mark);
+    lc_fetch_ahead(x + s.c, i / 32);
+    if (corrected) lc_fetch_ahead(residual + s.c, i / 32);
+    const __m256i bytes =
+        _mm256_packs_epi16(_mm256_packs_epi32(above[0], above[1]), _mm256_packs_epi32(above[2], above[3]));
+    const uint32_t mark = (uint32_t)_mm256_movemask_epi8(_mm256_permutevar8x32_epi32(bytes, order));
+    memcpy((char*)s.marks + i / 8, &mark, 4);
+    count += __builtin_popcount(mark);
   }
   return count;
 }
@@ -146,9 +154,10 @@ LC_AVX2 static inline uint32_t lc_largest_avx2(const void* x, int64_t m) {  // m
 // A threshold that at least k and, unless magnitudes are equal, at most k + slack of m magnitudes reach, between `low`,
 // which `at_low` >= k reach, and `high`, which fewer than k do. at: how many reach it.
 LC_AVX2 static inline uint32_t lc_bisect_avx2(const void* x, int64_t m, int64_t k, int64_t slack, uint32_t low,
-                                              int64_t at_low, uint32_t high, int64_t* at) {
+                                              int64_t at_low, uint32_t high, uint32_t first, int64_t* at) {
   while (at_low > k + slack && high - low > 1) {
-    const uint32_t middle = low + (high - low) / 2;
+    const uint32_t middle = first > low && first < high ? first : low + (high - low) / 2;
+    first = 0;
     const int64_t count = lc_count_avx2(x, m, middle);
     if (count >= k) {
       low = middle, at_low = count;
@@ -179,10 +188,12 @@ LC_AVX2 static inline uint32_t lc_group_maxima_avx2(const float* row, int64_t c,
 }
 
 // List the marked positions. Returns their number. `at` has room for 4 more.
-LC_AVX2 static inline int64_t lc_list_marked_avx2(const uint64_t* marks, int64_t c, uint32_t* at) {
+LC_AVX2 static inline int64_t lc_list_marked_avx2(const uint64_t* marks, int64_t c, const float* next, const float* next2, uint32_t* at) {
   int64_t count = 0;
   for (int64_t word = 0; word < c / 64; ++word) {
     uint64_t mark = marks[word];
+    lc_fetch_ahead(next, c / 32 + word);
+    if (next2) lc_fetch_ahead(next2, c / 32 + word);
     const int64_t in_word = __builtin_popcountll(mark);
     uint32_t* to = at + count;
     for (int j = 0; j < 4; ++j, mark = _blsr_u64(mark)) to[j] = (uint32_t)(word * 64 + (int64_t)_tzcnt_u64(mark));
@@ -211,27 +222,51 @@ LC_AVX2 static inline bool lc_select_whole_avx2(LcSelector& s, const float* row,
   if (largest >= 0x7F800000u) return false;
   int64_t reach = s.c;
   const bool zeros = lc_count_avx2(row, s.c, 1) < s.k;  // the threshold is 0: most rows of many equal values
-  const uint32_t bits = zeros ? 0 : lc_bisect_avx2(row, s.c, s.k, 0, 0, s.c, largest + 1, &reach);
+  const uint32_t bits = zeros ? 0 : lc_bisect_avx2(row, s.c, s.k, 0, 0, s.c, largest + 1, 0, &reach);
   const int64_t above = reach == s.k ? s.k : lc_count_avx2(row, s.c, bits + 1);
   lc_mark_avx2<false>(s, row, nullptr, 0.0f, nullptr, bits);
   lc_take_marked_avx2(s, row, {bits, reach == s.k ? s.k : s.k - above}, at, v);
   return true;
 }
 
+// Close the gaps left by entries below the threshold.
+LC_AVX2 static inline void lc_compact_avx2(const uint32_t* keys, int64_t padded, uint32_t threshold, uint32_t* at, float* v) {
+  const __m256i below = _mm256_set1_epi32((int)threshold - 1);
+  int64_t taken = 0;
+  for (int64_t j = 0; j < padded; j += 8) {
+    const __m256i kept = _mm256_cmpgt_epi32(_mm256_loadu_si256((const __m256i*)(keys + j)), below);
+    const int mask = _mm256_movemask_ps(_mm256_castsi256_ps(kept));
+    const __m256i places = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)LC_PLACES.of[mask]));
+    const __m256i positions = _mm256_permutevar8x32_epi32(_mm256_loadu_si256((const __m256i*)(at + j)), places);
+    const __m256 values = _mm256_permutevar8x32_ps(_mm256_loadu_ps(v + j), places);
+    _mm256_storeu_si256((__m256i*)(at + taken), positions);
+    _mm256_storeu_ps(v + taken, values);
+    taken += __builtin_popcount((unsigned)mask);
+  }
+}
+
 // `count` marked entries of which the k largest are kept, into at and v. Returns false where one is not finite.
 LC_AVX2 static inline bool lc_select_marked_avx2(LcSelector& s, const float* row, int64_t count, uint32_t threshold,
                                                  uint32_t* at, float* v) {
-  lc_list_marked_avx2(s.marks, s.c, at);
-  for (int64_t j = 0; j < count; ++j) v[j] = row[at[j]];
+  lc_list_marked_avx2(s.marks, s.c, s.next, s.next2, at);
+  for (int64_t j = 0; j < count; ++j) {
+    v[j] = row[at[j]];
+    lc_fetch_ahead(s.next, s.c / 32 + s.c / 64 + j);
+    if (s.next2) lc_fetch_ahead(s.next2, s.c / 32 + s.c / 64 + j);
+  }
   for (int64_t j = 0; j < count; j += 8) _mm256_storeu_si256((__m256i*)(s.keys + j), lc_load_keys_avx2(v, j));
   const int64_t padded = (count + 7) / 8 * 8;
   for (int64_t j = count; j < padded; ++j) s.keys[j] = 0;
   const uint32_t largest = lc_largest_avx2(s.keys, padded);
   if (largest >= 0x7F800000u) return false;
   int64_t reach = count;
-  const uint32_t bits = lc_bisect_avx2(s.keys, padded, s.k, 0, threshold, count, largest + 1, &reach);
+  const uint32_t bits = lc_bisect_avx2(s.keys, padded, s.k, 0, threshold, count, largest + 1, s.guess, &reach);
   s.threshold = bits;
-  int64_t ties = reach == s.k ? s.k : s.k - lc_count_avx2(s.keys, padded, bits + 1), taken = 0;
+  if (reach == s.k && bits) {
+    lc_compact_avx2(s.keys, padded, bits, at, v);
+    return true;
+  }
+  int64_t ties = s.k - lc_count_avx2(s.keys, padded, bits + 1), taken = 0;
   for (int64_t j = 0; j < count; ++j) {
     const uint32_t key = s.keys[j];
     at[taken] = at[j], v[taken] = v[j];
@@ -255,13 +290,14 @@ LC_AVX2 static inline uint32_t lc_group_bound_avx2(LcSelector& s, const float* r
   if (s.c % (64 * segments) || s.c < 128 * segments) return 0;
   const uint32_t largest = lc_group_maxima_avx2(row, s.c, segments, s.keys);
   if (largest >= 0x7F800000u) return largest;
-  return lc_bisect_avx2(s.keys, 64 * segments, s.k, s.k / 10, 0, 64 * segments, largest + 1, &reach);
+  return lc_bisect_avx2(s.keys, 64 * segments, s.k, s.k / 10, 0, 64 * segments, largest + 1, 0, &reach);
 }
 
 // The k entries of a full row x, or, with a residual, of decay * residual + x, which is written to `row`. Returns false
 // where something is not finite: then only `row` is complete. at and v have room for LC_MAX_MARKED + 8.
 LC_AVX2 static inline bool lc_select_avx2(LcSelector& s, const float* x, const float* residual, float decay, float* row,
                                           uint32_t* at, float* v) {
+  s.next = x + s.c, s.next2 = residual ? residual + s.c : nullptr;
   const bool few = 2 * s.k <= LC_MAX_MARKED;
   const int64_t limit = 4 * s.k + 64 < LC_MAX_MARKED ? 4 * s.k + 64 : LC_MAX_MARKED;
   uint32_t bound = s.guess > s.margin ? s.guess - s.margin : 0x7F800000u;

@@ -3,6 +3,8 @@
 #include "select.h"
 #include "sparse.h"
 
+#include <utility>
+
 #ifdef _OPENMP
 #include <omp.h>
 #endif
@@ -18,14 +20,14 @@ int thread_number() {
 }
 
 struct Scratch {
-  uint32_t* at;
+  uint32_t *at, *next_at;
   float *v, *decoded, *sums, *row;
 
-  // words: those of one thread, at least 3 * k + 3 * 1040 + 2056 + k / 1024 and, for rows that are copied, c more
+  // words: those of one thread, at least 4 * k + 4 * LC_ROOM + 2056 + k / 1024 and, for rows that are copied, c more
   Scratch(float* all, int64_t words, int64_t k) {
-    const int64_t room = k > LC_MAX_MARKED ? k : LC_MAX_MARKED + 16;
+    const int64_t room = k > LC_ROOM ? k : LC_ROOM;
     float* mine = all + thread_number() * words;
-    at = (uint32_t*)mine, v = mine + room, decoded = v + room, sums = decoded + room, row = sums + 2056 + k / 1024;
+    at = (uint32_t*)mine, next_at = at + room, v = mine + 2 * room, decoded = v + room, sums = decoded + room, row = sums + 2056 + k / 1024;
   }
 };
 
@@ -110,45 +112,61 @@ bool rows_are_valid(const LcSparse& f, LcSections from, int64_t begin, int64_t e
   return valid;
 }
 
-struct Output {
-  float* out;
-  int64_t n;
-  int32_t add;
-  float weight;
-};
-
+// Write `from` past the caches.
 void stream(const float* from, int64_t m, float* to) {
   int64_t i = 0;
 #ifdef LC_X86
-  for (; i < m && ((uintptr_t)(to + i) & 15); ++i) to[i] = from[i];
-  for (; i + 4 <= m; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  for (; i < m && ((uintptr_t)(to + i) & 31); ++i) to[i] = from[i];
+  for (; i + 8 <= m; i += 8) {
+    _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+    _mm_stream_ps(to + i + 4, _mm_loadu_ps(from + i + 4));
+  }
 #endif
   for (; i < m; ++i) to[i] = from[i];
 }
 
-void decode_rows(const LcSparse& f, LcSections from, const Output& o, int64_t begin, int64_t end, Scratch s) {
+// Overwrite `out` by rows begin .. end - 1. Returns 0, or 1 where one of them is damaged.
+int decode_rows(const LcSparse& f, LcSections from, float* out, int64_t n, int64_t begin, int64_t end, Scratch s) {
   LcRowReader reader(f, from, begin);
-  const bool streamed = !o.add && f.c <= LC_MAX_ROW && o.n * 4 >= LC_STREAM_BYTES;
+  const bool streamed = f.c <= LC_MAX_ROW && n * 4 >= LC_STREAM_BYTES;
   if (streamed) memset(s.row, 0, (size_t)f.c * 4);
+  bool valid = true;
   for (int64_t row = begin; row < end; ++row) {
-    const int64_t first = row * f.c, m = o.n - first < f.c ? o.n - first : f.c, count = reader.read(s.at, s.v);
-    float* to = streamed ? s.row : o.out + first;
-    if (!streamed && !o.add) memset(to, 0, (size_t)m * 4);
-    for (int64_t j = 0; j < count; ++j) {
-      if (s.at[j] >= m) continue;
-      if (o.add) {
-        to[s.at[j]] += o.weight * s.v[j];
-      } else {
-        to[s.at[j]] = s.v[j];
-      }
-    }
+    const int64_t first = row * f.c, m = n - first < f.c ? n - first : f.c, count = reader.read(s.at, s.v);
+    float* to = streamed ? s.row : out + first;
+    if (!streamed) memset(to, 0, (size_t)m * 4);
+    for (int64_t j = 0; j < count; ++j)
+      if (s.at[j] < m) to[s.at[j]] = s.v[j];
+    valid &= count >= 0;
     if (!streamed) continue;
-    stream(s.row, m, o.out + first);
+    stream(s.row, m, out + first);
     for (int64_t j = 0; j < count; ++j) s.row[s.at[j]] = 0.0f;
   }
 #ifdef LC_X86
   if (streamed) _mm_sfence();
 #endif
+  return valid ? 0 : 1;
+}
+
+// acc += weight * decoded, on the entries only.
+void add_rows(const LcSparse& f, LcSections from, float* acc, float weight, int64_t n, int64_t begin, int64_t end, Scratch s) {
+  LcRowReader reader(f, from, begin);
+  uint32_t *at = s.at, *next_at = s.next_at;
+  float *v = s.v, *next_v = s.decoded;
+  int64_t count = reader.read(at, v);
+  for (int64_t row = begin; row < end; ++row) {
+    float* to = acc + row * f.c;
+    const int64_t m = n - row * f.c < f.c ? n - row * f.c : f.c;
+    int64_t next_count = 0;
+    if (row + 1 < end) {  // the entries of a row are far apart: ask for the next ones before adding these
+      next_count = reader.read(next_at, next_v);
+      for (int64_t j = 0; j < next_count; ++j) __builtin_prefetch(to + f.c + next_at[j], 1);
+    }
+    for (int64_t j = 0; j < count; ++j)
+      if (at[j] < m) to[at[j]] += weight * v[j];
+    std::swap(at, next_at), std::swap(v, next_v);
+    count = next_count;
+  }
 }
 
 }  // namespace
@@ -168,11 +186,21 @@ LC_API int32_t lc_topk_encode(const void* x, int32_t dtype, const float* residua
   });
 }
 
-// out: n float32, overwritten or added to. Returns 0, or 1, having written nothing, where the body is damaged.
-LC_API int32_t lc_topk_decode(const uint8_t* body, float* out, int32_t add, float weight, int64_t n, int64_t c, int64_t k,
-                              int32_t index, int32_t value, float* scratch, int64_t words, int32_t threads) {
+// Returns 0, or 1 where the body is damaged; then what is in `out` means nothing.
+LC_API int32_t lc_topk_decode(const uint8_t* body, float* out, int64_t n, int64_t c, int64_t k, int32_t index, int32_t value,
+                              float* scratch, int64_t words, int32_t threads) {
   const LcSparse f = {c, k, index, value, 0};
-  const Output o = {out, n, add, weight};
+  const int64_t rows = (n + c - 1) / c;
+  const LcSections from = lc_sections(f, const_cast<uint8_t*>(body), rows);
+  return lc_parallel(rows, 8, threads, [&](int64_t begin, int64_t end) {
+    return decode_rows(f, from, out, n, begin, end, Scratch(scratch, words, k));
+  });
+}
+
+// Returns 0, or 1, having added nothing, where the body is damaged.
+LC_API int32_t lc_topk_decode_add(const uint8_t* body, float* acc, float weight, int64_t n, int64_t c, int64_t k,
+                                  int32_t index, int32_t value, float* scratch, int64_t words, int32_t threads) {
+  const LcSparse f = {c, k, index, value, 0};
   const int64_t rows = (n + c - 1) / c;
   const LcSections from = lc_sections(f, const_cast<uint8_t*>(body), rows);
   const int damaged = lc_parallel(rows, 8, threads, [&](int64_t begin, int64_t end) {
@@ -180,7 +208,7 @@ LC_API int32_t lc_topk_decode(const uint8_t* body, float* out, int32_t add, floa
   });
   if (damaged) return 1;
   return lc_parallel(rows, 8, threads, [&](int64_t begin, int64_t end) {
-    decode_rows(f, from, o, begin, end, Scratch(scratch, words, k));
+    add_rows(f, from, acc, weight, n, begin, end, Scratch(scratch, words, k));
     return 0;
   });
 }

@@ -266,7 +266,7 @@ def encode_rows(layout: SparseFormat, x: Tensor, out: Tensor) -> int:
 
 
 def decode_rows(layout: SparseFormat, body: Tensor, out: Tensor, *, add: bool = False, weight: float = 1.0) -> None:
-    """Overwrite `out`, or add to it; nothing is written where the body is damaged (ValueError)."""
+    """Overwrite `out`, or add to it. Where the body is damaged (ValueError) nothing is added."""
     if _kernels_take(layout, body, out):
         return _decode_kernel(layout, body, out, add, weight)
     positions, values = layout.decode(body, out.numel())
@@ -327,20 +327,13 @@ def _encode_kernel(
 
 def _decode_kernel(layout: SparseFormat, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
     scratch, words, threads = _scratch(layout)
-    damaged = kernels.kernel("lc_topk_decode", "ppifllliipli")(
-        body.data_ptr(),
-        out.data_ptr(),
-        add,
-        weight,
-        out.numel(),
-        layout.c,
-        layout.k,
-        INDEX_CODECS.index(layout.index),
-        VALUE_CODECS.index(layout.value),
-        scratch.data_ptr(),
-        words,
-        threads,
-    )
+    formats = INDEX_CODECS.index(layout.index), VALUE_CODECS.index(layout.value)
+    shape = out.numel(), layout.c, layout.k, *formats, scratch.data_ptr(), words, threads
+    if add:
+        decode_add = kernels.kernel("lc_topk_decode_add", "ppfllliipli")
+        damaged = decode_add(body.data_ptr(), out.data_ptr(), weight, *shape)
+    else:
+        damaged = kernels.kernel("lc_topk_decode", "ppllliipli")(body.data_ptr(), out.data_ptr(), *shape)
     if damaged:
         raise ValueError(
             f"positions must ascend within [0, {layout.c}) in every row of {layout.k} entries, and scales and values "
@@ -351,5 +344,5 @@ def _decode_kernel(layout: SparseFormat, body: Tensor, out: Tensor, add: bool, w
 def _scratch(layout: SparseFormat) -> tuple[Tensor, int, int]:
     """Working memory for kernels: 32-bit words for every thread, their number for one, and the number of threads."""
     copied = layout.c if layout.c <= MAX_COPIED_ROW else 0
-    words, threads = 4 * layout.k + 8192 + copied, kernels.threads()
+    words, threads = 5 * layout.k + 8192 + copied, kernels.threads()
     return torch.empty(threads * words, dtype=torch.int32), words, threads
