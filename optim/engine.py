@@ -1057,9 +1057,10 @@ class LowCommOptimizer(Optimizer):
 
     def _check_entry(self, entry: dict[str, Any], p: Tensor) -> None:
         expected = set() if self._rule is None else {"anchor", *self._rule.buffers}
+        allowed = {*self._transient_names(), *self._buffer_names()}
         if not entry:
             return
-        if "inner" not in entry or not expected <= set(entry):
+        if "inner" not in entry or not expected <= set(entry) or set(entry) - expected - {"inner"} - allowed:
             raise ValueError(
                 f"loaded state is not of a {type(self).__name__}: an entry has {sorted(entry)}, "
                 f"expected {sorted({'inner', *expected})}"
