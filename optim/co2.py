@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from .eager import OneRoundLate
-from .engine import InFlight, SharedOptions
 from .fragment import Fragment
+from .options import SharedOptions
 from .outer import OuterRule
 from .schedules import Schedule
 from .slowmo import positive_lr
+from .state import InFlight
 
 __all__ = ["CO2"]
 

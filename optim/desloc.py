@@ -21,10 +21,12 @@ from typing_extensions import Unpack
 
 from ..sync import Receipt
 from .diloco import check_outer
-from .engine import InFlight, LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
 from .fragment import Fragment
+from .options import SharedOptions
 from .outer import Average, Nesterov
 from .schedules import NEVER
+from .state import InFlight
 
 __all__ = ["DESLOC", "half_life_periods"]
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from .engine import LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
+from .options import SharedOptions
 from .outer import Nesterov
 from .schedules import Schedule
 

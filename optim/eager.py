@@ -23,10 +23,12 @@ from typing_extensions import Unpack
 
 from ..sync import Receipt
 from .diloco import check_outer
-from .engine import InFlight, LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
 from .fragment import Fragment
+from .options import SharedOptions
 from .outer import Nesterov
 from .schedules import Schedule
+from .state import InFlight
 
 __all__ = ["EagerDiLoCo"]
 

@@ -16,8 +16,10 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..sync import AllReduce, resolve_group
-from .engine import InFlight, LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
 from .fragment import Fragment
+from .options import SharedOptions
+from .state import InFlight
 
 __all__ = ["HierarchicalLocalSGD"]
 

@@ -13,8 +13,8 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
 from .desloc import DESLOC
-from .engine import SharedOptions
 from .momenta import QuasiHyperbolic, momentum_names
+from .options import SharedOptions
 
 __all__ = ["MTDAO"]
 

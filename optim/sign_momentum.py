@@ -22,10 +22,12 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..compress.philox import uniform
-from .engine import InFlight, LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
+from .options import SharedOptions
 from .outer import OuterRule
 from .schedules import Schedule
 from .slowmo import positive_lr
+from .state import InFlight
 
 __all__ = ["SignMomentum"]
 

@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import Unpack
 
 from ..sync import Receipt
-from .engine import InFlight, LowCommOptimizer, SharedOptions
+from .engine import LowCommOptimizer
+from .options import SharedOptions
 from .outer import OuterRule
 from .schedules import Schedule
+from .state import InFlight
 
 __all__ = ["SlowMo"]
 

@@ -128,8 +128,9 @@ def _uneven(rank: int, world_size: int) -> Any:
         optimizer = build([p])
         _steps(optimizer, p, rank % 2, 3 + 4 * rank)
         optimizer.flush()
-        first = p.item()
+        first, syncs = p.item(), optimizer.num_syncs
         optimizer.flush()
+        assert optimizer.num_syncs == syncs  # nothing was sent
         results[name] = (first, p.item(), optimizer.last_sync.failure)
     return results
 
