@@ -5,6 +5,7 @@ from .codebook import Codebook
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec
 from .container import Encoded, load_bodies, load_tensors, pack_tensors, save_bodies, save_tensors, unpack_tensors
 from .dct import DCTTopK
+from .delta import Delta, apply_delta, make_delta
 from .dgc import DGC, warmup_density
 from .e3m0 import E3M0
 from .eden import Eden
@@ -28,6 +29,7 @@ from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
 from .qsgd import QSGD, NaturalCompression, NuQSGD
 from .quantize import Int, Int2, Int4, Int8
+from .randomk import RandomK
 from .sign import Sign, StoSign, majority_vote
 from .sketch import SRHT, CountSketch, fetchsgd_step
 from .support import (
@@ -58,6 +60,7 @@ __all__ = [
     "Codec",
     "CountSketch",
     "DCTTopK",
+    "Delta",
     "EControl",
     "EFDecay",
     "EMAFeedback",
@@ -74,11 +77,13 @@ __all__ = [
     "NuQSGD",
     "PowerIteration",
     "PowerSGD",
+    "RandomK",
     "Sign",
     "StoSign",
     "Ternary",
     "TopK",
     "ZeroPlusPlus",
+    "apply_delta",
     "available_levels",
     "average_state",
     "decode_support",
@@ -95,6 +100,7 @@ __all__ = [
     "load_bodies",
     "load_tensors",
     "majority_vote",
+    "make_delta",
     "orthonormalize",
     "pack_tensors",
     "reinject",

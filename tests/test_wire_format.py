@@ -31,6 +31,7 @@ from lowcomm.compress import (
     NaturalCompression,
     NuQSGD,
     PowerSGD,
+    RandomK,
     Sign,
     StoSign,
     Ternary,
@@ -62,6 +63,7 @@ ANY_LENGTH: list[Codec] = [
     *(DCTTopK(k=9, side=8), DCTTopK(k=5, side=3, index="bits", value="f32")),
     *(PowerSGD(rank=1, min_rate=1), PowerSGD(rank=2, min_rate=1, factors=Int8())),
     *(CountSketch(density=0.5), CountSketch(rows=4, seed=3)),
+    *(RandomK(0.2), RandomK(0.3, method="stratified", contractive=False), RandomK(0.3, method="block", seed=4)),
     *(SRHT(density=0.3, chunk=32), SRHT(chunk=16, contractive=True, seed=9)),
 ]
 SHAPED: list[Codec] = [

@@ -465,6 +465,20 @@ def read_srht(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[f
     return out
 
 
+def read_randomk(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    k, seed, out = min(n, max(1, round(codec.density * n))), codec.seed + bucket, [0.0] * n
+    if n == 0:
+        return out
+    pi = permutation(n, step, seed)
+    draws = [word for q in range((k + 3) // 4) for word in philox(q, INDICES, step, seed)]
+    for j, value in enumerate(f32(body)):
+        start, stop = j * n // k, (j + 1) * n // k
+        places = {"permuted": lambda j=j: pi(j), "block": lambda j=j: (pi(0) + j) % n}
+        stratum = start + int((draws[j] >> 8) * 2.0**-24 * (stop - start))
+        out[places[codec.method]() if codec.method in places else stratum] = value
+    return out
+
+
 def read_mixed(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
     out, at = [], 0
     for i, (part, numel) in enumerate(codec.runs):
@@ -497,5 +511,6 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "PowerSGD": read_powersgd,
     "CountSketch": read_countsketch,
     "SRHT": read_srht,
+    "RandomK": read_randomk,
     "Mixed": read_mixed,
 }
