@@ -18,11 +18,13 @@ from lowcomm.recipes.training import Settings
 
 __all__ = ["main"]
 
-SHORT = Settings(steps=400, batch=8, lr=2e-3, lr_warmup=40)
-LONG = Settings(steps=1200, batch=32, lr=2e-3, lr_warmup=60, evaluations=20)
-SYNC_EVERY = 25
-OUTER_LR = 1.0
-OUTER_MOMENTUM = 0.3
+# Few tokens and a high learning rate: rounds are short and the outer step is a little more than the plain average.
+# A momentum of 0.9, as for rounds of hundreds of steps, would overshoot here.
+SHORT = Settings(steps=144, batch=16, lr=8e-3, lr_warmup=20, evaluations=6, validation_windows=256)
+LONG = Settings(steps=600, batch=32, lr=4e-3, lr_warmup=40, evaluations=20)
+SYNC_EVERY = 24
+OUTER_LR = 1.2
+OUTER_MOMENTUM = 0.0
 CODEC = "Int4"
 
 
