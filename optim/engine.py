@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
@@ -41,6 +42,11 @@ Closure = Callable[[], float] | None
 # Bucket numbers by purpose; part of the message header, so that messages of different purposes never meet.
 _STATE_BUCKET, _BUFFER_BUCKET, _COUNTER_BUCKET, _GRADIENT_BUCKET = 1 << 16, 1 << 17, 1 << 18, 1 << 19
 
+_ALL_THE_SAME = (
+    "all workers bring exactly the same progress to their first sync, so there is nothing to gain from it: either the "
+    "model is (also) wrapped in DistributedDataParallel, as some trainers do by themselves, or all workers read the "
+    "same data. Train the bare model, and give each worker data of its own."
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -296,6 +302,8 @@ class LowCommOptimizer(FlatState):
         works: list[Work | Arrived] = [exchange.work for exchange in due]
         try:
             receipts = [work.wait() for work in works]
+            if any(receipt.identical for receipt in receipts):
+                warnings.warn(_ALL_THE_SAME, stacklevel=2)
             others = self._send_others(*self._others_due(due, receipts))
             receipts += [work.wait() for _, work in others]
         except SyncError as error:
@@ -333,10 +341,6 @@ class LowCommOptimizer(FlatState):
         return (self._average_state, True) if full else ((), False)
 
     def _apply(self, exchange: InFlight) -> None:
-        if (
-            exchange.work.wait().algorithm == "none"
-        ):  # every worker was idle: an outer step would move by momentum alone
-            return
         fragment, mean = exchange.fragment, exchange.work.result
         if self._rule is None or fragment.anchor is None:
             fragment.write(mean)

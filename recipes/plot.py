@@ -18,6 +18,7 @@ from typing import Any
 __all__ = ["draw", "main", "try_draw"]
 
 COLOURS = ("#444444", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
+STYLES = ("-", "-", "--")  # so that a curve under another one can be seen
 
 
 def read_log(path: Path) -> tuple[str, list[dict[str, Any]]]:
@@ -40,11 +41,13 @@ def draw(logs: Sequence[Path], output: Path) -> None:
         name, records = read_log(path)
         label = None if name in colours else name
         colour = colours.setdefault(name, COLOURS[len(colours) % len(COLOURS)])
+        style = STYLES[list(colours).index(name) % len(STYLES)]
         for panel, key in zip(panels, ("tokens", "bytes_sent"), strict=True):
             panel.plot(
                 [record[key] for record in records],
                 [record["validation_loss"] for record in records],
                 color=colour,
+                linestyle=style,
                 label=label,
                 marker=".",
             )

@@ -11,7 +11,7 @@ from lowcomm.recipes.training import Record
 
 __all__ = ["align", "summarize", "table", "time_to_loss"]
 
-BANDWIDTHS = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9}  # bits per second, each worker's uplink
+BANDWIDTHS = {"10 Mbit/s": 10e6, "100 Mbit/s": 100e6, "1 Gbit/s": 1e9}  # bits per second, each worker's uplink
 INITIAL_LOSS = math.log(256)  # of a model that knows nothing about bytes
 
 

@@ -27,6 +27,7 @@ from .hello import (
     SKIPPED,
     UNABLE,
     Hello,
+    all_the_same,
     check_able,
     check_agreement,
     combined_flags,
@@ -34,6 +35,7 @@ from .hello import (
     exchange_votes,
     hash64,
     nonfinite_error,
+    sample_digest,
 )
 from .lane import lane_of
 from .peers import Peers, network_error
@@ -371,6 +373,7 @@ class AllReduce:
         receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
         exchange.optional, exchange.hold, exchange.drive = optional, hold, self._drive
+        exchange.sample = sample_digest(flat) if self._sequence == 0 and self.world_size > 1 else 0
         self._states.open(exchange)
         self._sequence += 1
         return exchange
@@ -437,6 +440,7 @@ class AllReduce:
         receipt.contributors = sum(hello.weight > 0 for hello in hellos)
         receipt.weight_total = sum(hello.weight for hello in hellos)
         receipt.flags = combined_flags(hellos)
+        receipt.identical = all_the_same(hellos)
         return hellos
 
     def hello(self, exchange: Exchange) -> Hello:
@@ -458,6 +462,7 @@ class AllReduce:
             bucket=exchange.bucket,
             sequence=exchange.sequence,
             frame_bytes=0 if exchange.frames is None else exchange.frames.numel(),
+            sample=exchange.sample,
         )
 
     def _settings(self, exchange: Exchange) -> dict[str, object]:

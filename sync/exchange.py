@@ -38,6 +38,7 @@ class Exchange:
     receipt: Receipt
     check: int = 0
     describe: Callable[[], dict[str, object]] | None = None
+    sample: int = 0  # digest for the hello
     optional: bool = False  # this rank only answers the others
     hold: bool = False  # committed by Work.commit, not when it has ended
     previous: Exchange | None = None  # an earlier exchange of the same bucket, not finished when this one started

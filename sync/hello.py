@@ -1,8 +1,9 @@
 """Agreement before every exchange: 64 bytes from each rank to each rank.
 
-A hello says which exchange a rank is about to start: frame header (frames.py), then
+A hello says which exchange a rank is about to start: frame header (frames.py) up to the round, then
 
     offset  type  field
+    12      u32   digest of a sample of the vector, in the first exchange of an AllReduce; otherwise 0
     16      u64   hash of the settings: codec, feedback, algorithm, reduction, dtype
     24      u64   the caller's check hash (hyper-parameters)
     32      u64   vector length
@@ -17,11 +18,13 @@ All ranks see the same N hellos, so all take the same decision, before anything 
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from hashlib import blake2b
 
 import torch
+from torch import Tensor
 
 from ..compress import HAS_INF, HAS_NAN
 from .errors import Aborted, Disagreement, NonFinite, SyncError
@@ -34,8 +37,9 @@ OPTIONAL = 0x1000  # this rank only answers the others: if all do, nothing is se
 SKIPPED = 0x2000  # this message builds on one that was skipped
 UNABLE = FAILED  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
-_LAYOUT = struct.Struct("<IHHIfQQQdIIQ")
+_LAYOUT = struct.Struct("<IHHIIQQQdIIQ")
 HELLO_BYTES = _LAYOUT.size
+_SAMPLED = 4096  # elements that a digest looks at
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Hello:
     bucket: int
     sequence: int
     frame_bytes: int
+    sample: int = 0
     magic: int = MAGIC
 
     def pack(self) -> bytes:
@@ -61,7 +66,7 @@ class Hello:
             self.codec,
             self.flags,
             self.round & 0xFFFFFFFF,
-            min(self.weight, 3.4028234e38),
+            self.sample,
             self.settings,
             self.check,
             self.elements,
@@ -74,15 +79,24 @@ class Hello:
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
         """Read 64 bytes."""
-        magic, codec, flags, round_, _, settings, check, elements, weight, bucket, sequence, length = _LAYOUT.unpack(
-            data
-        )
-        return cls(codec, flags, round_, settings, check, elements, weight, bucket, sequence, length, magic)
+        magic, codec, flags, round_, sample, *rest = _LAYOUT.unpack(data)
+        return cls(codec, flags, round_, *rest, sample=sample, magic=magic)
 
 
 def hash64(text: str) -> int:
     """A 64-bit hash of a text, equal in every process."""
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+
+
+def sample_digest(flat: Tensor) -> int:
+    """32 bits about evenly spread elements of a vector: equal for equal vectors; 0 when all of them are zero."""
+    sample = flat[:: flat.numel() // _SAMPLED + 1].cpu()
+    return zlib.crc32(sample.numpy().tobytes()) or 1 if bool(sample.any()) else 0
+
+
+def all_the_same(hellos: Sequence[Hello]) -> bool:
+    """Whether all ranks, two or more, seem to offer the very same vector."""
+    return len(hellos) > 1 and hellos[0].sample != 0 and len({hello.sample for hello in hellos}) == 1
 
 
 def exchange_hellos(peers: Peers, mine: Hello) -> list[Hello]:

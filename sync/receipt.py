@@ -48,6 +48,7 @@ class Receipt:
         density: share of elements of the result that are not zero; this and the next two with `statistics=True` only.
         residual_norm: Euclidean norm of this rank's residual after the exchange; None without a residual.
         cosine: of the angle between this rank's vector and the result.
+        identical: all ranks offered the very same values; found out in the first exchange of an AllReduce only.
         failure: what went wrong and what was done about it, where the caller's policy let training go on.
     """
 
@@ -67,6 +68,7 @@ class Receipt:
     blocked_ms: float = 0.0
     flags: int = 0
     skipped: bool = False
+    identical: bool = False
     failure: str = ""
     island_bytes: int = 0
     density: float | None = None
@@ -88,7 +90,8 @@ class Receipt:
         for receipt in receipts:
             flags |= receipt.flags
         skipped = any(receipt.skipped for receipt in receipts)
-        return replace(first, round=receipts[-1].round, flags=flags, skipped=skipped, **sums)
+        identical = any(receipt.identical for receipt in receipts)
+        return replace(first, round=receipts[-1].round, flags=flags, skipped=skipped, identical=identical, **sums)
 
     @property
     def payload_bytes(self) -> int:
