@@ -38,6 +38,20 @@ SKIPPED = 0x2000  # this message builds on one that was skipped
 UNABLE = FAILED  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
 _LAYOUT = struct.Struct("<IHHIIQQQdIIQ")
+_ON_THE_WIRE = [
+    "magic",
+    "codec",
+    "flags",
+    "round",
+    "sample",
+    "settings",
+    "check",
+    "elements",
+    "weight",
+    "bucket",
+    "sequence",
+    "frame_bytes",
+]
 HELLO_BYTES = _LAYOUT.size
 _SAMPLED = 4096  # elements that a digest looks at
 
@@ -61,26 +75,14 @@ class Hello:
 
     def pack(self) -> bytes:
         """The 64 bytes."""
-        return _LAYOUT.pack(
-            self.magic,
-            self.codec,
-            self.flags,
-            self.round & 0xFFFFFFFF,
-            self.sample,
-            self.settings,
-            self.check,
-            self.elements,
-            self.weight,
-            self.bucket,
-            self.sequence & 0xFFFFFFFF,
-            self.frame_bytes,
-        )
+        values = {**vars(self), "round": self.round & 0xFFFFFFFF, "sequence": self.sequence & 0xFFFFFFFF}
+        return _LAYOUT.pack(*(values[name] for name in _ON_THE_WIRE))
 
     @classmethod
     def unpack(cls, data: bytes) -> Hello:
         """Read 64 bytes."""
-        magic, codec, flags, round_, sample, *rest = _LAYOUT.unpack(data)
-        return cls(codec, flags, round_, *rest, sample=sample, magic=magic)
+        values = dict(zip(_ON_THE_WIRE, _LAYOUT.unpack(data), strict=True))
+        return cls(**values)
 
 
 def hash64(text: str) -> int:

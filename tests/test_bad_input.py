@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -185,3 +186,23 @@ def test_workers_that_start_apart_are_refused_or_aligned() -> None:
     assert torch.equal(first, second)
     torch.manual_seed(0)
     assert torch.equal(first, nn.Linear(4, 2).weight)
+
+
+def _same_data(rank: int, world_size: int, same: bool) -> list[str]:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = DiLoCo(torch.optim.SGD(model.parameters(), lr=0.1), sync_every=1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            x = torch.ones(1, 3) * (1 + step + (0 if same else rank))
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_workers_that_do_the_same_are_told_so_once(same: bool) -> None:
+    """As under DistributedDataParallel, which trainers add by themselves, or with one data order for all."""
+    for messages in run_ranks(_same_data, 2, same):
+        assert ["exactly the same progress" in message for message in messages] == [True] * same
