@@ -38,20 +38,10 @@ SKIPPED = 0x2000  # this message builds on one that was skipped
 UNABLE = FAILED  # this rank raised an error of its own while preparing
 ABORTED = 0x8000  # this rank's earlier exchange of the bucket failed
 _LAYOUT = struct.Struct("<IHHIIQQQdIIQ")
-_ON_THE_WIRE = [
-    "magic",
-    "codec",
-    "flags",
-    "round",
-    "sample",
-    "settings",
-    "check",
-    "elements",
-    "weight",
-    "bucket",
-    "sequence",
-    "frame_bytes",
-]
+_ON_THE_WIRE = (
+    *("magic", "codec", "flags", "round", "sample", "settings", "check", "elements"),
+    *("weight", "bucket", "sequence", "frame_bytes"),
+)
 HELLO_BYTES = _LAYOUT.size
 _SAMPLED = 4096  # elements that a digest looks at
 
