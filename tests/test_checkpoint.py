@@ -225,3 +225,28 @@ def test_global_weights_are_exported_alike_by_all() -> None:
     with tempfile.TemporaryDirectory() as folder:
         first, second = run_ranks(_exported, 2, folder)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def _flushed(rank: int, world_size: int, folder: str, method: str, load: bool) -> list[Tensor]:
+    model = model_of()
+    optimizer = build(model, method)
+    if load:
+        saved = torch.load(f"{folder}/{method}0.pt", weights_only=True)
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optim"])
+        train(model, optimizer, 5, 12, rank)
+    else:
+        train(model, optimizer, 0, 5, rank)
+    optimizer.flush()
+    if not load:
+        state = {"model": model.state_dict(), "optim": optimizer.state_dict()}
+        torch.save(state, f"{folder}/{method}{rank}.pt")
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("method", ["diloco", "int8", "topk", "streaming"])
+def test_another_number_of_workers_goes_on_from_a_flushed_checkpoint(method: str, tmp_path: Path) -> None:
+    run_ranks(_flushed, 2, str(tmp_path), method, False)
+    for world_size in (1, 3):
+        first, *others = run_ranks(_flushed, world_size, str(tmp_path), method, True)
+        assert all(same(first, other) for other in others)

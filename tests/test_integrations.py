@@ -10,6 +10,7 @@ import pytest
 import torch
 from lowcomm.compress import Int8
 from lowcomm.optim import DiLoCo
+from ranks import run_ranks
 from torch import Tensor, nn
 
 SAMPLES = torch.randn(64, 6, generator=torch.Generator().manual_seed(0))
@@ -136,3 +137,56 @@ def test_hugging_face_trainer(tmp_path: Path) -> None:
     assert optimizer.num_syncs == 2
     model, optimizer = train(8, str(tmp_path / "checkpoint-4"))
     assert same(snapshot(model, optimizer), expected)
+
+
+def _hugging_face(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    # as torchrun sets them
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    transformers = __import__("transformers")
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model_of()
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": self.model(x).square().mean()}
+
+    class LocalTrainer(transformers.Trainer):  # type: ignore[misc,name-defined]
+        def create_accelerator_and_postprocess(self) -> None:
+            super().create_accelerator_and_postprocess()
+            self.accelerator.prepare_model = lambda model, **_: model
+
+    apart: list[float] = []
+
+    class Watch(transformers.TrainerCallback):  # type: ignore[misc,name-defined]
+        def on_step_end(self, *_: Any, model: nn.Module, **__: Any) -> None:
+            apart.append(next(model.parameters()).flatten()[0].item())
+
+    model = Model()
+    optimizer = optimizer_of(model)
+    arguments = transformers.TrainingArguments(
+        output_dir=f"{folder}/{rank}",
+        max_steps=7,
+        per_device_train_batch_size=8,
+        save_strategy="no",
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        lr_scheduler_type="constant",
+    )
+    dataset = [{"x": row} for row in SAMPLES]
+    trainer = LocalTrainer(model, arguments, train_dataset=dataset, optimizers=(optimizer, None), callbacks=[Watch()])
+    trainer.train()
+    return {"values": apart, "syncs": optimizer.num_syncs}
+
+
+def test_hugging_face_trainer_on_two_workers(tmp_path: Path) -> None:
+    """As the guide says: without the trainer's own data parallelism workers differ between syncs only."""
+    pytest.importorskip("transformers", reason="transformers is not installed: pip install transformers")
+    pytest.importorskip("accelerate", reason="the Trainer needs accelerate: pip install accelerate")
+    first, second = run_ranks(_hugging_face, 2, str(tmp_path))
+    assert first["syncs"] == second["syncs"] == 2
+    equal = [a == b for a, b in zip(first["values"], second["values"], strict=True)]
+    assert equal == [False, False, True, False, False, True, False]
