@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -32,20 +31,23 @@ __all__ = ["CO2"]
 
 
 class PenalisedMomentum(OuterRule):
-    """m = beta m + D / Lambda; X = X - alpha gamma clip(m, -phi, phi). Collects the squared length of the move."""
+    """m = beta m + D / Lambda; X = X - alpha gamma clip(m, -phi, phi)."""
 
     buffers = ("outer_momentum_buffer",)
 
     def __init__(self) -> None:
         self.penalty = 1.0  # Lambda
-        self.moved = 0.0  # sum of squares of the present move
 
     def step_(self, anchor: Tensor, buffers: dict[str, Tensor], delta: Tensor, group: dict[str, Any]) -> None:
-        gamma, m, phi = positive_lr(group), buffers["outer_momentum_buffer"], group["co2_clip"]
+        m = buffers["outer_momentum_buffer"]
         m.mul_(group["co2_beta"]).add_(delta.div_(self.penalty))
-        step = (m if phi is None else m.clamp(-phi, phi)) * (group["co2_alpha"] * gamma)
-        self.moved += float(step.to(torch.float64).square().sum())
-        anchor.sub_(step)
+        anchor.sub_(clipped_step(m, group))
+
+
+def clipped_step(m: Tensor, group: dict[str, Any]) -> Tensor:
+    """alpha gamma clip(m, -phi, phi), what the anchor moves by."""
+    phi = group["co2_clip"]
+    return (m if phi is None else m.clamp(-phi, phi)) * (float(group["co2_alpha"]) * positive_lr(group))
 
 
 class CO2(OneRoundLate):
@@ -62,8 +64,7 @@ class CO2(OneRoundLate):
         **shared: see `LowCommOptimizer`.
 
     Raises:
-        ValueError: an argument is out of its range, or gap_penalty=True with sharded parameters, whose norms would need
-            another exchange.
+        ValueError: an argument is out of its range.
         RuntimeError: the inner learning rate is not positive at a sync.
 
     Example:
@@ -86,7 +87,7 @@ class CO2(OneRoundLate):
         alpha: float = 1.0,
         beta: float = 0.5,
         gap_penalty: bool | float = True,
-        clip: float | None = 1.0,
+        clip: float | None = None,
         **shared: Unpack[SharedOptions],
     ):
         if not alpha > 0.0 or not 0.0 <= beta < 1.0 or (clip is not None and not clip > 0.0):
@@ -108,8 +109,6 @@ class CO2(OneRoundLate):
             },
             **shared,
         )
-        if gap_penalty is True and any(hasattr(p, "to_local") for p in self._trainable()):
-            raise ValueError("gap_penalty=True needs norms over all shards; give sharded parameters a constant penalty")
 
     def _message(self, fragment: Fragment) -> Tensor:
         """The progress of the round in gradient units, so that it does not matter when it is applied."""
@@ -127,22 +126,31 @@ class CO2(OneRoundLate):
         rule = self._rule
         assert isinstance(rule, PenalisedMomentum)
         rule.penalty = 1.0 if any(exchange.partial for exchange in due) else self._penalty(due)
-        rule.moved = 0.0
 
     def _finish(self, due: list[InFlight]) -> bool:
         done = super()._finish(due)
-        if done and isinstance(self._rule, PenalisedMomentum):
-            for group in self.param_groups:
-                group["last_move"] = self._rule.moved**0.5
+        if done and self._gap is True:
+            self._set_all("last_move", math.sqrt(sum(self._squared_move(x.fragment) for x in due)))
         return done
+
+    def _squared_move(self, fragment: Fragment) -> float:
+        """Squared length of the outer step that was just taken, which the momentum tells."""
+        step, m = fragment.take_message(), fragment.buffers["outer_momentum_buffer"]
+        for start, stop, _, group in fragment.pieces():
+            step[start:stop] = clipped_step(m[start:stop], self.param_groups[group])
+        square = fragment.squared_norm(step)
+        fragment.give_message(step)
+        return square
 
     def _penalty(self, due: list[InFlight]) -> float:
         """Lambda: how far the anchor has moved since the mean was formed, in units of the mean's own length."""
         if self._gap is not True:
             return float(self._gap or 1.0)
-        squares: float = 0.0
+        squares = 0.0
         for exchange in due:
+            mean = exchange.fragment.take_message().copy_(exchange.work.result)
             for start, stop, _, group in exchange.fragment.pieces():
-                gamma = self.param_groups[group]["previous_lr"]
-                squares += gamma**2 * float(exchange.work.result[start:stop].to(torch.float64).square().sum())
+                mean[start:stop].mul_(self.param_groups[group]["previous_lr"])
+            squares += exchange.fragment.squared_norm(mean)
+            exchange.fragment.give_message(mean)
         return 1.0 + float(self.param_groups[0]["last_move"]) / (math.sqrt(squares) + 1e-12)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 from torch.optim import Optimizer
@@ -30,7 +31,7 @@ from .state import InFlight
 
 __all__ = ["DESLOC", "half_life_periods"]
 
-PERIODS = {"params": 64, "exp_avg": 192, "exp_avg_sq": 384}
+PERIODS: Mapping[str, int] = MappingProxyType({"params": 64, "exp_avg": 192, "exp_avg_sq": 384})
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class DESLOC(LowCommOptimizer):
         self,
         inner: Optimizer | Sequence[Optimizer],
         *,
-        sync_every: Mapping[str, int] | None = None,
+        sync_every: Mapping[str, int] = PERIODS,
         sync_point: Literal["post", "pre"] = "post",
         reset: Sequence[str] = (),
         outer_lr: float | None = None,
@@ -95,7 +96,7 @@ class DESLOC(LowCommOptimizer):
         nesterov: bool = True,
         **shared: Unpack[SharedOptions],
     ):
-        periods = dict(PERIODS if sync_every is None else sync_every)
+        periods = dict(sync_every)
         _check(periods, sync_point, outer_lr)
         if outer_lr is not None:
             check_outer(outer_lr, outer_momentum)

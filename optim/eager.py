@@ -150,7 +150,7 @@ class EagerDiLoCo(OneRoundLate):
         if self._weights == "uniform":
             return 1.0 / self._reducer.world_size
         mine = self._weight()
-        total = torch.full((1,), mine, dtype=torch.float64)
+        total = torch.full((1,), mine, dtype=torch.float64, device=self._fragments[0].device)
         work = self._dense.reduce(total, bucket=_SHARE_BUCKET, round=self._round)
         return mine / (float(work.result) * self._dense.world_size)
 

@@ -51,7 +51,7 @@ _ALL_THE_SAME = (
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _not_compiled(function: _F) -> _F:
+def not_compiled(function: _F) -> _F:
     """Keep torch.compile out: counters would be compiled in and recompile at every step."""
     return cast(_F, torch.compiler.disable(function))
 
@@ -171,7 +171,7 @@ class LowCommOptimizer(FlatState):
         self._after_inner()
         return loss
 
-    @_not_compiled
+    @not_compiled
     def _before_inner(
         self, closure: Callable[[], float] | None
     ) -> tuple[bool, Callable[[], float] | None, float | None]:
@@ -197,7 +197,7 @@ class LowCommOptimizer(FlatState):
             self._plan()
         return not skip, closure, loss
 
-    @_not_compiled
+    @not_compiled
     def _after_inner(self) -> None:
         if self._own_gradients is not None:
             for p, grad in zip(self._trainable(), self._own_gradients, strict=True):

@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..compress import kernels
@@ -191,6 +192,22 @@ class Fragment:
     def _live_code(self) -> int:
         return kernels.dtype_code(self._pieces[0].live.dtype)
 
+    def squared_norm(self, flat: Tensor) -> float:
+        """Sum of squares in float64 of a flat vector; of sharded tensors, over all shards, by one exchange of a number.
+
+        All ranks that share the shards call it.
+        """
+        sums: dict[tuple[Any, ...], Tensor] = {}
+        for index, tensor in enumerate(self.tensors):
+            part = flat[self.offsets[index] : self.offsets[index + 1]]
+            square = torch.linalg.vector_norm(part, dtype=torch.float64).square().to(self.device)
+            groups = shard_groups(tensor)
+            sums[groups] = sums[groups] + square if groups in sums else square
+        for groups, total in sums.items():
+            for group in groups:
+                dist.all_reduce(total, group=group)
+        return sum(float(total) for total in sums.values())
+
     def view(self, flat: Tensor, index: int) -> Tensor:
         """The part of a flat buffer that belongs to tensor `index`, in the tensor's shape (a DTensor for a DTensor)."""
         tensor = self.tensors[index]
@@ -204,6 +221,14 @@ def merge_(live: Tensor, anchor: Tensor, alpha: float) -> None:
         live.copy_(anchor)
     elif alpha != 1.0:
         live.copy_(live.to(anchor.dtype).mul_(alpha).add_(anchor * (1.0 - alpha)))
+
+
+def shard_groups(tensor: Tensor) -> tuple[Any, ...]:
+    """The process groups over which a DTensor is sharded; () for a plain tensor."""
+    if not hasattr(tensor, "to_local"):
+        return ()
+    mesh, placements = tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return tuple(mesh.get_group(dim) for dim, placement in enumerate(placements) if placement.is_shard())
 
 
 def like_placement(part: Tensor, tensor: Tensor) -> Tensor:

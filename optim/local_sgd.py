@@ -54,5 +54,9 @@ class LocalSGD(LowCommOptimizer):
         sync_every: int | Schedule,
         **shared: Unpack[SharedOptions],
     ):
-        rule = None if shared.get("compress") is None else Average()
-        super().__init__(inner, sync_every=sync_every, rule=rule, **shared)
+        super().__init__(inner, sync_every=sync_every, rule=rule_of_means(shared), **shared)
+
+
+def rule_of_means(shared: SharedOptions) -> Average | None:
+    """How parameters become their mean: as values, or with a codec by way of the pseudo-gradient."""
+    return None if shared.get("compress") is None else Average()

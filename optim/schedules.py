@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-__all__ = ["QSR", "AtSteps", "Every", "Intervals", "Schedule"]
+__all__ = ["QSR", "AtSteps", "Every", "Intervals", "LateBudget", "Schedule"]
 
 NEVER = 1 << 40  # a step number beyond any run
 
@@ -66,6 +66,43 @@ class AtSteps:
 
     def next_sync(self, step: int, lr: float) -> int:
         return next((due for due in self.steps if due > step), NEVER)
+
+
+@dataclass(frozen=True)
+class LateBudget:
+    """A fixed number of syncs, spent late: none before the last `share` of the run, the last one at its very end.
+
+    With syncs=1 workers train apart and are merged once (arXiv 2507.06542, which finds that late syncs help most and
+    that a single merge at the end does much of it). How the others are spread, evenly, is ours.
+
+    Args:
+        total_steps: T, length of the run.
+        syncs: how many in all, at steps T (1 - share (1 - k / syncs)) for k = 1, ..., syncs, rounded.
+        share: part of the run in which they lie, 0 < share <= 1.
+
+    >>> LateBudget(total_steps=100, syncs=4, share=0.2).steps
+    (85, 90, 95, 100)
+    """
+
+    total_steps: int
+    syncs: int = 1
+    share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.share <= 1.0 or self.syncs < 1 or len(set(self.steps)) < self.syncs or self.steps[0] < 1:
+            raise ValueError(
+                f"need 0 < share <= 1 and 1 <= syncs <= share * total_steps but got share={self.share}, "
+                f"syncs={self.syncs}, total_steps={self.total_steps}"
+            )
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """The steps after which workers are synchronised."""
+        late = self.share * self.total_steps
+        return tuple(self.total_steps - math.floor(late * k / self.syncs) for k in reversed(range(self.syncs)))
+
+    def next_sync(self, step: int, lr: float) -> int:
+        return AtSteps(self.steps).next_sync(step, lr)
 
 
 @dataclass(frozen=True)

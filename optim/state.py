@@ -359,9 +359,9 @@ class FlatState(Optimizer):
         self._steps = step
         self._set_all("local_step", step)
 
-    def _set_all(self, key: str, value: int | list[int]) -> None:
+    def _set_all(self, key: str, value: float | list[int] | list[float]) -> None:
         for group in self.param_groups:
-            group[key] = value if isinstance(value, int) else list(value)
+            group[key] = list(value) if isinstance(value, list) else value
 
     def _show_counters(self) -> None:
         """Put what fragments know into the groups, in lists of constant length that are never empty.
