@@ -74,8 +74,9 @@ class Controller:
         return list(vars(self).values())
 
     def smoothed(self, name: Literal["loss", "noise"]) -> float:
+        """The mean so far; 0, which means nothing as a ratio, before there is one."""
         weight = float(getattr(self, f"{name}_weight"))
-        return float(getattr(self, name)) / weight if weight else math.nan
+        return float(getattr(self, name)) / weight if weight else 0.0
 
     def observe(self, name: Literal["loss", "noise"], value: float, smoothing: float) -> None:
         if math.isfinite(value):

@@ -109,6 +109,8 @@ if hasattr(torch.optim, "Muon"):
 COMMON = tuple(name for name in INNERS if name != "quasi")
 ADAMS = ("adamw", "nadam")
 
+CONSTANT = {"loss_power": 0.0, "lr_power": 0.0, "noise_power": 0.0}  # AutoLoCo with rounds of one length
+
 ENTRIES = [
     Entry(LocalSGD, {"sync_every": 3}),
     Entry(LocalSGD, {"sync_every": 3, "average_state": ("exp_avg", "exp_avg_sq")}, inners=ADAMS, name="LocalAdam"),
@@ -129,7 +131,7 @@ ENTRIES = [
         elementwise=False,
         name="SignMomentum-ternary",
     ),
-    Entry(AutoLoCo, {"sync_every": 3, "loss_power": 0.0, "lr_power": 0.0, "noise_power": 0.0, "calib_rounds": 1}),
+    Entry(AutoLoCo, {"sync_every": 3, "calib_rounds": 1, **CONSTANT}, apart={"sync_every": 99, **CONSTANT}),
     Entry(CO2, {"sync_every": 3}, first=6, busy=(3,), elementwise=False),
     Entry(EagerDiLoCo, {"sync_every": 3}, first=6, busy=(3,), agrees="flush"),
     Entry(
