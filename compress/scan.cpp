@@ -1,4 +1,5 @@
-// One read of a buffer: is everything finite, and its 64-bit fingerprint (lowcomm/sync/fingerprint.py).
+// One pass over a buffer: is everything finite (and scaled on the way), or its 64-bit fingerprint
+// (lowcomm/sync/fingerprint.py).
 #include "kernels.h"
 
 namespace {
@@ -47,6 +48,38 @@ int any_nonfinite(const void* x, int64_t begin, int64_t stop, int64_t size) {
   return any_nonfinite32((const int32_t*)x + begin, stop - begin);
 }
 
+// x *= factor; whether anything was not finite before.
+int scale_nonfinite(float* x, int64_t n, float factor) {
+  int32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    int32_t bits;
+    memcpy(&bits, x + i, 4);
+    const int32_t magnitude = bits & 0x7FFFFFFF;
+    largest = magnitude > largest ? magnitude : largest;
+    x[i] = x[i] * factor;
+  }
+  return largest >= 0x7F800000;
+}
+
+#ifdef LC_X86
+LC_AVX2 int scale_nonfinite_avx2(float* x, int64_t n, float factor) {
+  const __m256i mask = _mm256_set1_epi32(0x7FFFFFFF);
+  const __m256 by = _mm256_set1_ps(factor);
+  __m256i a = _mm256_setzero_si256(), b = a;
+  int64_t i = 0;
+  for (; i + 16 <= n; i += 16) {
+    const __m256 u = _mm256_loadu_ps(x + i), v = _mm256_loadu_ps(x + i + 8);
+    a = _mm256_max_epi32(a, _mm256_and_si256(mask, _mm256_castps_si256(u)));
+    b = _mm256_max_epi32(b, _mm256_and_si256(mask, _mm256_castps_si256(v)));
+    _mm256_storeu_ps(x + i, _mm256_mul_ps(u, by));
+    _mm256_storeu_ps(x + i + 8, _mm256_mul_ps(v, by));
+  }
+  const __m256i largest = _mm256_max_epi32(a, b);
+  const int bad = _mm256_movemask_epi8(_mm256_cmpgt_epi32(largest, _mm256_set1_epi32(0x7F7FFFFF)));
+  return (scale_nonfinite(x + i, n - i, factor) | bad) != 0;
+}
+#endif
+
 template <class Bits>
 int kinds(const Bits* x, int64_t n, Bits mask, Bits infinity) {
   int flags = 0;
@@ -83,6 +116,17 @@ LC_API int32_t lc_finite(const void* x, int64_t n, int64_t size, int32_t threads
   if (!bad) return 0;
   if (size == 8) return kinds<int64_t>((const int64_t*)x, n, 0x7FFFFFFFFFFFFFFFLL, 0x7FF0000000000000LL);
   return kinds<int32_t>((const int32_t*)x, n, 0x7FFFFFFF, 0x7F800000);
+}
+
+// x *= factor for n floats, in one pass with the check; LC_HAS_NAN | LC_HAS_INF of x before. 0 < |factor| <= 1.
+LC_API int32_t lc_scale_finite(float* x, int64_t n, float factor, int32_t threads) {
+  const int bad = lc_parallel(n, GRAIN, threads, [=](int64_t begin, int64_t stop) {
+#ifdef LC_X86
+    if (lc_active_level == LC_LEVEL_AVX2) return scale_nonfinite_avx2(x + begin, stop - begin, factor);
+#endif
+    return scale_nonfinite(x + begin, stop - begin, factor);
+  });
+  return bad ? kinds<int32_t>((const int32_t*)x, n, 0x7FFFFFFF, 0x7F800000) : 0;  // scaling keeps NaN and infinity
 }
 
 // The sum over the 64-bit words of `count` bytes, the last one padded with zeros.

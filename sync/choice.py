@@ -77,7 +77,7 @@ def _uncompressed(
     if option != "auto" or second is not None:
         raise ValueError("codec=None uses the backend's all-reduce: leave algorithm and second_codec unset")
     if not isinstance(reduce, Rule):
-        return Dense(reduce)
+        return Dense(reduce, world_size)
     exact = Cast("f32")  # rules need the vectors of single ranks
     return TwoPhase(exact, exact, None, reduce, buffers, world_size)
 

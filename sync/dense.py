@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Shares, finite_flags
+from .exchange import Exchange, Shares, finite_flags, scale_and_check
 from .peers import Peers
 from .plan import Traffic, ring_bytes
 
@@ -23,8 +23,11 @@ class Dense:
 
     name = "dense"
 
-    def __init__(self, reduce: str) -> None:
+    def __init__(self, reduce: str, world_size: int) -> None:
         self._reduce = reduce
+        # Dividing by a power of two is exact before the sum as after it, and before it needs no pass of its own.
+        exact = reduce == "mean" and world_size & (world_size - 1) == 0
+        self._divided_by = world_size if exact else 1
 
     def settings(self) -> dict[str, object]:
         return {"codec": None, "algorithm": self.name}
@@ -37,10 +40,11 @@ class Dense:
         return Traffic(count * ring_bytes(4 * elements, world_size), 2 * count * (world_size - 1))
 
     def prepare(self, exchange: Exchange) -> None:
-        exchange.flags = finite_flags(exchange.flat) if exchange.weight > 0 else 0
+        if exchange.weight > 0:
+            exchange.flags = scale_and_check(exchange.flat, 1 / self._divided_by)
 
     def own(self, exchange: Exchange) -> Tensor:
-        return exchange.flat.clone()
+        return exchange.flat * self._divided_by
 
     def communicate(self, exchange: Exchange, peers: Peers, shares: Shares, lengths: Sequence[int]) -> None:
         x = exchange.flat
@@ -52,13 +56,13 @@ class Dense:
             peers.all_reduce(counts)
             x.div_(torch.where(counts > 0, counts, 1.0))
         else:
-            reduce_dense(x, peers, shares)
+            reduce_dense(x, peers, shares, self._divided_by)
         exchange.result = x
 
 
-def reduce_dense(x: Tensor, peers: Peers, shares: Shares) -> None:
-    """x = sum_r factors[r] x_r / divisor, in place."""
-    factor, divisor = shares.factors[peers.rank], shares.divisor
+def reduce_dense(x: Tensor, peers: Peers, shares: Shares, divided_by: int = 1) -> None:
+    """x = sum_r factors[r] x_r / divisor, in place, where x_r has been divided by `divided_by` already."""
+    factor, divisor = shares.factors[peers.rank], shares.divisor / divided_by
     if factor == 0.0:
         x.zero_()
     if shares.weighted:

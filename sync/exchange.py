@@ -208,6 +208,17 @@ def finite_flags(x: Tensor) -> int:
     return (HAS_NAN if bool(torch.isnan(x).any()) else 0) | (HAS_INF if bool(torch.isinf(x).any()) else 0)
 
 
+def scale_and_check(x: Tensor, factor: float) -> int:
+    """x *= factor, 0 < factor <= 1, and HAS_NAN | HAS_INF of `x` before; one pass where there are kernels."""
+    if factor == 1.0:
+        return finite_flags(x)
+    if x.dtype == torch.float32 and runs_on_kernels(x):
+        return int(kernel("lc_scale_finite", "plfi")(x.data_ptr(), x.numel(), factor, threads()))
+    flags = finite_flags(x)
+    x.mul_(factor)
+    return flags
+
+
 class Stopwatch:
     """`with Stopwatch() as watch: ...` then `watch.ms`."""
 

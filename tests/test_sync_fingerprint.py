@@ -6,7 +6,7 @@ import pytest
 import torch
 from lowcomm.compress import available_levels, use_kernel_level
 from lowcomm.sync import agree_on_tensors, fingerprint
-from lowcomm.sync.exchange import finite_flags
+from lowcomm.sync.exchange import finite_flags, scale_and_check
 from lowcomm.sync.fingerprint import _MIX1, _MIX2, hash64
 from ranks import run_ranks
 
@@ -55,6 +55,12 @@ def test_finite_flags(dtype: torch.dtype) -> None:
                         x = torch.full((n,), -0.0, dtype=dtype)
                         x[place] = value
                         assert finite_flags(x) == flags, (level, n, place, value)
+                        assert scale_and_check(x, 0.25) == flags, (level, n, place, value)
+                        expected = torch.full((n,), -0.0, dtype=dtype)
+                        expected[place] = value * 0.25
+                        assert torch.equal(x.nan_to_num(5.0), expected.nan_to_num(5.0)) and bool(x[0].isnan()) == (
+                            place == 0 and flags == 1
+                        )
             assert finite_flags(torch.tensor([1.0, inf, nan], dtype=dtype)) == 3
 
 
