@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Literal, TypeVar, cast, overload
@@ -24,6 +25,7 @@ from typing import Any, ClassVar, Literal, TypeVar, cast, overload
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from ..compress import Codec, Feedback
 from ..sync import Receipt, SyncError, Work, agree_on_tensors, gather_rows, resolve_group, send_to
@@ -84,8 +86,10 @@ class LowCommOptimizer(FlatState):
         offload: "cpu" keeps anchor and outer buffers in (pinned) host memory.
         init: at construction parameters are compared across workers. "broadcast" gives everybody those of rank 0 where
             they differ; "check" raises and names the first one that differs.
+        statistics: fill in norms, cosine, dispersion over workers and more in receipts, at the cost of some passes.
     """
 
+    _loss: float | None = None
     _step_supports_amp_scaling: ClassVar[bool] = True  # GradScaler then always calls step(), so ranks never lose count
 
     def __init__(
@@ -106,6 +110,7 @@ class LowCommOptimizer(FlatState):
         on_failure: Failure = "raise",
         offload: Literal["cpu"] | None = None,
         init: Literal["broadcast", "check"] = "broadcast",
+        statistics: bool = False,
     ):
         self._inners = check_inner(inner)
         check_options(sync_every, weights, warmup_steps, compress, on_failure, offload, init)
@@ -120,6 +125,7 @@ class LowCommOptimizer(FlatState):
         self._buffers = floating_and_other(sync_buffers)
         self._on_failure = on_failure
         self._offload = offload
+        self._statistics = statistics
         self._connect(process_group)
         self._reset_layout()
         self.last_sync: Receipt | None = None
@@ -168,6 +174,8 @@ class LowCommOptimizer(FlatState):
             else:
                 for optimizer in self._inners:
                     optimizer.step()
+        if self._statistics and loss is not None:
+            self.report_loss(loss)
         self._after_inner()
         return loss
 
@@ -294,6 +302,7 @@ class LowCommOptimizer(FlatState):
             "check": self._agreement_hash(),
             "describe": self._agreement,
             "hold": True,
+            "loss": self._loss,
         }
 
     def _finish(self, due: list[InFlight]) -> bool:
@@ -370,6 +379,7 @@ class LowCommOptimizer(FlatState):
             self._reducer.world_size,
             failure=f"{self._on_failure}: {error}",
         )
+        self._publish(self.last_sync)
         return False
 
     def _record(self, receipts: list[Receipt]) -> None:
@@ -377,6 +387,26 @@ class LowCommOptimizer(FlatState):
         self.bytes_sent += self.last_sync.bytes_sent
         self.num_syncs += any(receipt.algorithm != "none" for receipt in receipts)
         logger.info("lowcomm: %s", self.last_sync)
+        self._publish(self.last_sync)
+
+    def register_sync_hook(self, hook: Callable[[Receipt], object]) -> RemovableHandle:
+        """Call `hook` with the receipt after every sync; see `lowcomm.sync.to_csv` and others. Copies lose it.
+
+        Returns:
+            A handle; its `remove()` takes the hook away.
+        """
+        hooks = self.__dict__.setdefault("_optimizer_sync_hooks", OrderedDict())
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
+        return handle
+
+    def _publish(self, receipt: Receipt) -> None:
+        for hook in list(self.__dict__.get("_optimizer_sync_hooks", {}).values()):
+            hook(receipt)
+
+    def report_loss(self, loss: float | Tensor) -> None:
+        """Tell this worker's loss, for its dispersion in receipts; calls of `step` with a closure do so themselves."""
+        self._loss = float(loss)
 
     def _weight(self) -> float:
         if self._weights == "uniform":

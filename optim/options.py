@@ -33,6 +33,7 @@ class SharedOptions(TypedDict, total=False):
     on_failure: Failure
     offload: Literal["cpu"] | None
     init: Literal["broadcast", "check"]
+    statistics: bool
 
 
 def check_inner(inner: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:

@@ -77,6 +77,7 @@ class FlatState(Optimizer):
     _rule: OuterRule | None
     _codec: Codec | None
     _feedback: Feedback | Literal["auto"] | None
+    _statistics: bool
     _offload: Literal["cpu"] | None
     _init: Literal["broadcast", "check"]
     _ours: tuple[str, ...]  # group keys of this optimizer
@@ -391,7 +392,7 @@ class FlatState(Optimizer):
         self._group = resolve_group(process_group)
         self._rejoining = []
         self._donor = 0
-        self._reducer = AllReduce(self._group, self._codec, self._feedback)
+        self._reducer = AllReduce(self._group, self._codec, self._feedback, statistics=self._statistics)
         self._dense = AllReduce(self._group)
         self._gradients = AllReduce(self._group, nonfinite="use")
 

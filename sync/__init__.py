@@ -1,6 +1,6 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
 
-from .allreduce import AllReduce, Work
+from .allreduce import AllReduce
 from .ddp import DDPHook, ddp_hook
 from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
 from .fingerprint import agree_on_tensors, fingerprint
@@ -9,6 +9,7 @@ from .handover import gather_rows, send_to
 from .islands import IslandAllReduce
 from .plan import Plan
 from .receipt import Receipt
+from .reporters import to_csv, to_tensorboard, to_wandb
 from .robust import (
     CenteredClipping,
     GeometricMedian,
@@ -22,6 +23,7 @@ from .robust import (
     TrimmedMean,
 )
 from .shared import SharedTopK
+from .work import Work
 
 __all__ = [
     "Aborted",
@@ -54,4 +56,7 @@ __all__ = [
     "gather_rows",
     "resolve_group",
     "send_to",
+    "to_csv",
+    "to_tensorboard",
+    "to_wandb",
 ]

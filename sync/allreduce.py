@@ -1,51 +1,36 @@
 """`AllReduce`: average a flat vector over a process group, compressed, agreed upon and overlapped.
 
-Every exchange begins with 64 bytes from each rank (hello.py). They settle, before anything large is sent, that all
-ranks mean the same exchange, who is missing, whose vector is not finite and how much each counts. All ranks end with
-the same bits; a failed exchange changes no state.
+What ranks say to one another is in conversation.py, how vectors travel in one file for each algorithm. All ranks end
+with the same bits; a failed exchange changes no state.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..compress import EF14, HAS_INF, HAS_NAN, Codec, Feedback
+from ..compress import EF14, Codec, Feedback
 from .choice import choose
+from .conversation import Conversation
 from .dense import Dense
-from .errors import Aborted, PeerFailure, SyncError
-from .exchange import Algorithm, Buffers, Exchange, Shares, Stopwatch
+from .dispersion import STATISTICS_BYTES, add_statistics, norm
+from .errors import SyncError
+from .exchange import Algorithm, Buffers, Exchange, Stopwatch
 from .groups import private_group, resolve_group
-from .hello import (
-    ABORTED,
-    HELLO_BYTES,
-    OPTIONAL,
-    SKIPPED,
-    UNABLE,
-    Hello,
-    all_the_same,
-    check_able,
-    check_agreement,
-    combined_flags,
-    exchange_hellos,
-    exchange_votes,
-    hash64,
-    nonfinite_error,
-    sample_digest,
-)
+from .hello import HELLO_BYTES, Hello, exchange_votes, sample_digest
 from .lane import lane_of
 from .peers import Peers, network_error
 from .plan import Plan, ring_bytes
 from .receipt import Receipt
 from .robust import Rule
-from .shared import SharedTopK
+from .shared import Shared, SharedTopK
 from .states import States
-from .streams import hand_over, side_stream, take_over
+from .streams import hand_over, side_stream
 from .two_phase import TwoPhase
+from .work import Work
 
 __all__ = ["AllReduce", "Work"]
 
@@ -53,82 +38,8 @@ State = dict[str, Tensor]
 _ALGORITHMS = ("auto", "all_gather", "two_phase", "linear", "union", "ring")
 _REDUCTIONS = ("mean", "sum", "mean_contributors")
 _POLICIES = ("raise", "skip", "use")
-
-
-class Settling(Protocol):
-    """Who commits or discards a held exchange."""
-
-    def commit(self, exchange: Exchange) -> None: ...
-
-    def discard(self, exchange: Exchange) -> None: ...
-
-
-class Work:
-    """Handle of one exchange. `wait` first, then `result`."""
-
-    def __init__(self, exchange: Exchange, states: Settling) -> None:
-        self._exchange, self._states = exchange, states
-
-    def wait(self) -> Receipt:
-        """Block until the exchange has ended and return its receipt. May be called again.
-
-        Raises:
-            SyncError: it failed on this rank; nothing was committed.
-        """
-        start = time.perf_counter()
-        self._exchange.finished.wait()
-        self._exchange.receipt.blocked_ms += (time.perf_counter() - start) * 1e3
-        if self._exchange.error is None and self._exchange.broken:
-            self._states.discard(self._exchange)
-        if self._exchange.error is not None:
-            raise self._exchange.error
-        if self._exchange.result is not None:
-            take_over(self._exchange.result)
-        return self._exchange.receipt
-
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self._exchange.finished.is_set()
-
-    def then(self, callback: Callable[[], None]) -> None:
-        """Call `callback`, which must not raise, when the exchange has ended, well or not: in the helper thread, or now
-        if it has ended already."""
-        self._exchange.when_finished(callback)
-
-    def commit(self) -> None:
-        """Make the feedback state of an exchange with `hold=True` the committed one; a second call does nothing.
-
-        Raises:
-            SyncError: the exchange failed.
-            RuntimeError: an earlier held exchange of the bucket is neither committed nor discarded.
-        """
-        self.wait()
-        self._states.commit(self._exchange)
-
-    def discard(self) -> None:
-        """Undo an exchange with `hold=True`, as if it had not taken place; waits for its end. Later exchanges of the
-        bucket that were started before this call build on it, and fail. Does nothing to one that has failed itself or
-        was committed."""
-        self._exchange.finished.wait()
-        self._states.discard(self._exchange)
-
-    @property
-    def own(self) -> Tensor:
-        """This rank's own message as all ranks decode it, (n,); for exchanges started with keep_own=True."""
-        if self._exchange.own is None:
-            raise RuntimeError("own is there only for exchanges started with keep_own=True")
-        return self._exchange.own
-
-    @property
-    def result(self) -> Tensor:
-        """The reduced vector, (n,), in memory that now belongs to the caller.
-
-        Raises:
-            RuntimeError: `wait` has not been called, or the exchange failed.
-        """
-        if not self.done() or self._exchange.result is None:
-            raise RuntimeError("no result: call wait() first, and use the result only when it did not raise")
-        return self._exchange.result
+_CONNECTIONS = ("_lane", "_peers", "_algorithm", "_alternative", "_carriers", "_sequence", "rank", "world_size")
+_NOT_PICKLED = ("_buffers", "_states", "_group", "_on_receipt", *_CONNECTIONS)
 
 
 class AllReduce:
@@ -145,8 +56,8 @@ class AllReduce:
         algorithm: "all_gather" (each rank sends its message to all; one lossy encoding), "two_phase" (each rank sums
             and re-encodes one slice; 2 / N of the bytes), "linear" (sums the bodies of linear codecs as floats),
             "union" (sums sparse vectors on the union of their supports), "ring" (encodes running sums: its error grows
-            with the number of ranks), or "auto": linear for linear codecs, two phases for those that can be applied
-            again, from three ranks on, all-gather for all others.
+            with the number of ranks), or "auto": linear for linear codecs; two phases for those that can be
+            applied again, unless gathering takes less time; all-gather for all others.
         reduce: "mean", "sum", or "mean_contributors": every coordinate is divided by the number (or weight) of the
             ranks that sent a value other than zero there; or a robust rule, such as `Median()`.
         second_codec: codec of the second phase; None: the same.
@@ -155,7 +66,12 @@ class AllReduce:
             elements as 0).
         confirm: end every exchange with one byte from each rank to each rank, so that an exchange that failed on any
             rank fails on all. Costs one round trip.
-        statistics: fill in density, residual norm and cosine of receipts. Costs a copy of each vector and some passes.
+        statistics: fill in density, norms, cosine and dispersion of receipts. Costs a copy of each vector, some passes
+            and 24 bytes from each rank to each rank.
+        on_receipt: called with every receipt, once, by the first `wait` of its exchange; see `lowcomm.sync.to_csv` and
+            others. Not part of pickles.
+        latency, bandwidth: of the network, in seconds per message and bytes per second and rank (default 1 ms,
+            1 Gbit/s): "auto" gathers vectors that are so small that a second step would cost more than its bytes save.
 
     Raises:
         ValueError: an unknown option, or one that does not fit the others.
@@ -178,6 +94,9 @@ class AllReduce:
         nonfinite: str = "raise",
         confirm: bool = True,
         statistics: bool = False,
+        on_receipt: Callable[[Receipt], object] | None = None,
+        latency: float = 1e-3,
+        bandwidth: float = 125e6,
     ) -> None:
         _check_option("algorithm", algorithm, _ALGORITHMS)
         if not isinstance(reduce, Rule):
@@ -187,7 +106,8 @@ class AllReduce:
         self._codec, self._feedback = codec, _resolve_feedback(feedback, codec)
         self._second_codec = second_codec
         self._algorithm_option, self._reduce, self._nonfinite, self._confirm = algorithm, reduce, nonfinite, confirm
-        self._statistics = statistics
+        self._statistics, self._on_receipt, self._link = statistics, on_receipt, (latency, bandwidth)
+        self._conversation = Conversation(reduce, nonfinite, confirm, statistics)
         self._buffers = Buffers()
         self._states = States(self._feedback, self._buffers, self._chained())
         self._join(self._group)
@@ -206,17 +126,17 @@ class AllReduce:
         self._peers = Peers(self._group)
         self.rank, self.world_size = self._peers.rank, self._peers.world_size
         options = (self._codec, self._second_codec, self._feedback, self._algorithm_option, self._reduce)
-        self._algorithm: Algorithm = choose(*options, self._buffers, self.world_size)
+        self._algorithm, self._alternative = choose(*options, self._buffers, self.world_size)
+        self._carriers: dict[int, Algorithm] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("_buffers", "_states", "_group", "_lane", "_peers", "_algorithm", "_sequence", "rank", "world_size")
-        settings = {name: value for name, value in self.__dict__.items() if name not in dropped}
+        settings = {name: value for name, value in self.__dict__.items() if name not in _NOT_PICKLED}
         return {**settings, "snapshot": self._states.snapshot()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         snapshot = state.pop("snapshot")
         self.__dict__.update(state)
-        self._buffers = Buffers()
+        self._buffers, self._on_receipt = Buffers(), None
         self._states = States(self._feedback, self._buffers, self._chained())
         self._states.restore(snapshot)
 
@@ -225,8 +145,28 @@ class AllReduce:
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(self.__getstate__())
+        twin._on_receipt = self._on_receipt
         twin._join(self._group)
         return twin
+
+    def _carrier(self, elements: int) -> Algorithm:
+        """The algorithm for vectors of this length."""
+        if self._alternative is None:
+            return self._algorithm
+        if elements not in self._carriers:
+            self._carriers[elements] = min(
+                (self._algorithm, self._alternative),
+                key=lambda algorithm: algorithm.traffic(elements, self.world_size).seconds(*self._link),
+            )
+        return self._carriers[elements]
+
+    def hello(self, exchange: Exchange) -> Hello:
+        """For IslandAllReduce: what this rank says before the exchange."""
+        return self._conversation.hello(exchange, self._carrier(exchange.elements))
+
+    def description(self, exchange: Exchange) -> dict[str, object]:
+        """For IslandAllReduce: names and values of everything that ranks must agree on."""
+        return self._conversation.description(exchange, self._carrier(exchange.elements))
 
     def _chained(self) -> bool:
         """Whether exchanges of a bucket depend on one another."""
@@ -239,13 +179,13 @@ class AllReduce:
         >>> AllReduce().plan(1000).bytes_sent
         0
         """
-        traffic = self._algorithm.traffic(elements, self.world_size)
-        others = self.world_size - 1
-        agreement = others * (HELLO_BYTES + int(self._confirm))
-        steps = traffic.steps + 1 + int(self._confirm) if others else 0
+        algorithm, others = self._carrier(elements), self.world_size - 1
+        traffic = algorithm.traffic(elements, self.world_size)
+        agreement = others * (HELLO_BYTES + int(self._confirm) + STATISTICS_BYTES * int(self._statistics))
+        steps = traffic.steps + 1 + int(self._confirm) + int(self._statistics) if others else 0
         dense = ring_bytes(4 * elements, self.world_size)
         payload = traffic.payload_bytes if others else 0
-        return Plan(self._algorithm.name, elements, self.world_size, payload + agreement, steps, dense)
+        return Plan(algorithm.name, elements, self.world_size, payload + agreement, steps, dense)
 
     def start(
         self,
@@ -259,6 +199,7 @@ class AllReduce:
         optional: bool = False,
         hold: bool = False,
         keep_own: bool = False,
+        loss: float | None = None,
     ) -> Work:
         """Begin to reduce `flat` and return at once. All ranks start the same exchanges in the same order.
 
@@ -277,19 +218,20 @@ class AllReduce:
             hold: leave the committed feedback state as it is until `Work.commit`, so that several exchanges can succeed
                 or fail together.
             keep_own: keep this rank's own message as the others decode it, in `Work.own`.
+            loss: of this rank, for the dispersion in receipts; used with statistics=True.
 
         Raises:
             ValueError: an argument that no rank could use.
         """
         exchange = self._exchange(flat, bucket, round, weight, optional, hold)
-        exchange.check, exchange.describe = check & (2**64 - 1), describe
+        exchange.check, exchange.describe, exchange.loss = check & (2**64 - 1), describe, loss
         self._prepare(exchange, keep_own)
         if self._lane is None:
             exchange.run()
             exchange.publish()
         elif self._use_group(exchange):
             self._lane.submit(exchange)
-        return Work(exchange, self._states)
+        return Work(exchange, self._states, self._on_receipt)
 
     def reduce(
         self,
@@ -302,15 +244,16 @@ class AllReduce:
         describe: Callable[[], dict[str, object]] | None = None,
         optional: bool = False,
         hold: bool = False,
+        loss: float | None = None,
     ) -> Work:
         """As `start` and `wait` in one, without the helper thread. Arguments and errors as there."""
         exchange = self._exchange(flat, bucket, round, weight, optional, hold)
-        exchange.check, exchange.describe = check & (2**64 - 1), describe
+        exchange.check, exchange.describe, exchange.loss = check & (2**64 - 1), describe, loss
         self._prepare(exchange)
         return self._run_here(exchange)
 
     def _run_here(self, exchange: Exchange) -> Work:
-        work = Work(exchange, self._states)
+        work = Work(exchange, self._states, self._on_receipt)
         if self._lane is None:
             exchange.run()
             exchange.publish()
@@ -370,7 +313,7 @@ class AllReduce:
         if "_peers" not in self.__dict__:
             raise RuntimeError("this object was unpickled and has no process group; call connect(process_group) first")
         self.check_arguments(flat, bucket, round, weight)
-        receipt = Receipt(round, bucket, self._algorithm.name, flat.numel(), self.world_size)
+        receipt = Receipt(round, bucket, self._carrier(flat.numel()).name, flat.numel(), self.world_size)
         exchange = Exchange(flat, bucket, round, float(weight), self.rank, self._sequence, receipt)
         exchange.optional, exchange.hold, exchange.drive = optional, hold, self._drive
         exchange.sample = sample_digest(flat) if self._sequence == 0 and self.world_size > 1 else 0
@@ -381,9 +324,12 @@ class AllReduce:
     def _prepare(self, exchange: Exchange, keep_own: bool = False) -> None:
         with Stopwatch() as watch:
             try:
+                algorithm = self._carrier(exchange.elements)
                 exchange.original = exchange.flat.clone() if self._statistics else None
-                self._algorithm.prepare(exchange)
-                exchange.own = self._algorithm.own(exchange) if keep_own else None
+                algorithm.prepare(exchange)
+                exchange.own = algorithm.own(exchange) if keep_own else None
+                if self._statistics and not isinstance(algorithm, Shared):
+                    exchange.message_norm = norm(algorithm.own(exchange))
                 hand_over(exchange.flat)
             except Exception as error:
                 # The other ranks wait for our hello: they get it, with the news that this rank is unable.
@@ -408,139 +354,30 @@ class AllReduce:
         try:
             with side_stream(exchange.flat):
                 self._states.relink(exchange)
-                self._communicate(exchange)
+                peers = self._current_peers(exchange.flat.device.type)
+                self._conversation.hold(exchange, self._carrier(exchange.elements), peers)
                 residual = (exchange.candidate or {}).get("residual")
                 self._states.conclude(exchange)
-                _add_statistics(exchange, residual)
+                add_statistics(exchange, residual)
         except BaseException:
             self._states.drop(exchange)
             raise
 
-    def _communicate(self, exchange: Exchange) -> None:
-        peers, receipt = self._current_peers(exchange.flat.device.type), exchange.receipt
-        sent, received, wire = peers.sent, peers.received, peers.wire_seconds
-        try:
-            hellos = self._agree(exchange, peers)
-            receipt.header_bytes += peers.sent - sent
-            if all(hello.flags & OPTIONAL for hello in hellos):
-                receipt.algorithm = "none"
-            else:
-                self._perform(exchange, peers, hellos)
-        finally:
-            receipt.bytes_sent, receipt.bytes_received = peers.sent - sent, peers.received - received
-            receipt.wire_ms = (peers.wire_seconds - wire) * 1e3
-
-    def _agree(self, exchange: Exchange, peers: Peers) -> list[Hello]:
-        hellos = exchange_hellos(peers, self.hello(exchange))
-        receipt = exchange.receipt
-        check_agreement(peers, hellos, lambda: self.description(exchange))
-        if exchange.error is not None:
-            raise exchange.error
-        check_able(hellos)
-        receipt.contributors = sum(hello.weight > 0 for hello in hellos)
-        receipt.weight_total = sum(hello.weight for hello in hellos)
-        receipt.flags = combined_flags(hellos)
-        receipt.identical = all_the_same(hellos)
-        return hellos
-
-    def hello(self, exchange: Exchange) -> Hello:
-        """What this rank says before the exchange."""
-        flags = exchange.header.flags | (UNABLE if exchange.error is not None else 0)
-        flags |= OPTIONAL if exchange.optional else 0
-        if exchange.previous is not None and exchange.previous.broken:
-            flags |= ABORTED
-        if exchange.previous is not None and exchange.previous.receipt.skipped:
-            flags |= SKIPPED
-        return Hello(
-            codec=self._algorithm.codec_id(),
-            flags=flags,
-            round=exchange.round,
-            settings=hash64(repr(self._settings(exchange))),
-            check=exchange.check,
-            elements=exchange.elements,
-            weight=exchange.weight,
-            bucket=exchange.bucket,
-            sequence=exchange.sequence,
-            frame_bytes=0 if exchange.frames is None else exchange.frames.numel(),
-            sample=exchange.sample,
-        )
-
-    def _settings(self, exchange: Exchange) -> dict[str, object]:
-        reduce = self._reduce if isinstance(self._reduce, str) else repr(self._reduce)
-        options = {"reduce": reduce, "nonfinite": self._nonfinite, "confirm": self._confirm}
-        return {**self._algorithm.settings(), "dtype": str(exchange.flat.dtype), **options}
-
-    def description(self, exchange: Exchange) -> dict[str, object]:
-        """Names and values of everything that ranks must agree on."""
-        named = {"bucket": exchange.bucket, "round": exchange.round, "vector length": exchange.elements}
-        theirs = {} if exchange.describe is None else exchange.describe()
-        return {**self._settings(exchange), **named, **theirs}
-
-    def _perform(self, exchange: Exchange, peers: Peers, hellos: list[Hello]) -> None:
-        receipt = exchange.receipt
-        if any(hello.flags & SKIPPED for hello in hellos):
-            self._skip(exchange)
-            return
-        if receipt.flags & (HAS_NAN | HAS_INF) and self._refuse(exchange, hellos):
-            return
-        shares = Shares.of([hello.weight for hello in hellos], self._reduce == "sum")
-        lengths = [hello.frame_bytes for hello in hellos]
-        error: Exception | None = None
-        try:
-            self._algorithm.communicate(exchange, peers, shares, lengths)
-        except Exception as own:
-            error = own
-        self._vote(exchange, peers, error)
-        if exchange.result is None:
-            self._skip(exchange)  # a robust rule found nothing to agree on
-            return
-        # The sum of finite vectors may overflow: owners report that in the second phase.
-        if receipt.flags & (HAS_NAN | HAS_INF):
-            self._refuse(exchange, hellos)
-
-    def _vote(self, exchange: Exchange, peers: Peers, error: Exception | None) -> None:
-        """Raise if the exchange failed here or, where ranks confirm, anywhere."""
-        if isinstance(error, PeerFailure) or (error is not None and not self._confirm):
-            raise error  # the network is broken: the others notice by themselves
-        if not self._confirm:
-            return
-        before = peers.sent
-        votes = exchange_votes(peers, error is None)
-        exchange.receipt.header_bytes += peers.sent - before
-        if error is not None:
-            raise error
-        failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
-        if failed:
-            raise Aborted(f"ranks {failed} could not complete the exchange; it was undone on all ranks", failed)
-
-    def _refuse(self, exchange: Exchange, hellos: list[Hello]) -> bool:
-        """Apply the policy for non-finite values; True: the round is dropped."""
-        if self._nonfinite == "raise":
-            raise nonfinite_error(hellos)
-        if self._nonfinite == "use":
-            return False
-        self._skip(exchange)
-        return True
-
-    def _skip(self, exchange: Exchange) -> None:
-        exchange.receipt.skipped = True
-        exchange.result = exchange.flat.zero_()
-
     def owner_slice(self, elements: int) -> tuple[int, int]:
         """[start, stop) of the slice of a vector that this rank sums; (0, 0) unless the exchange has two phases."""
-        if not isinstance(self._algorithm, TwoPhase):
-            return (0, 0)
-        return self._algorithm.partition(elements).bounds[self.rank]
+        algorithm = self._carrier(elements)
+        return algorithm.partition(elements).bounds[self.rank] if isinstance(algorithm, TwoPhase) else (0, 0)
 
     def state_names(self) -> tuple[str, ...]:
         """Names of the tensors that `state` has after the first exchange."""
         two_phase = isinstance(self._algorithm, TwoPhase)
+        gathers = not two_phase or self._alternative is not None
         names = [] if self._feedback is None else list(self._feedback.init(0, torch.device("cpu")))
         if self._feedback is not None and two_phase:
             names.append("owner_residual")
         history = isinstance(self._codec, SharedTopK) and self._codec.support == "history"
         if history or (isinstance(self._reduce, Rule) and self._reduce.stateful):
-            names.append("owner_previous" if two_phase else "previous")
+            names += ["owner_previous"] * two_phase + ["previous"] * gathers
         return tuple(names)
 
     def state(self, bucket: int = 0) -> State:
@@ -559,18 +396,6 @@ class AllReduce:
             RuntimeError: an exchange of the bucket is in flight.
         """
         self._states.load(bucket, state)
-
-
-def _add_statistics(exchange: Exchange, residual: Tensor | None) -> None:
-    local, result, receipt = exchange.original, exchange.result, exchange.receipt
-    if local is None or result is None or receipt.skipped:
-        return
-    receipt.density = float((result != 0).double().mean()) if result.numel() else 0.0
-    receipt.residual_norm = None if residual is None else float(torch.linalg.vector_norm(residual, dtype=torch.float64))
-    norms = [torch.linalg.vector_norm(x, dtype=torch.float64) for x in (local, result)]
-    length = float(norms[0] * norms[1])
-    receipt.cosine = float((local.double() @ result.double()) / length) if length > 0 else 0.0
-    exchange.original = None
 
 
 def _check_option(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -24,8 +24,8 @@ def choose(
     reduce: str | Rule,
     buffers: Buffers,
     world_size: int,
-) -> Algorithm:
-    """The algorithm for the options of an AllReduce.
+) -> tuple[Algorithm, Algorithm | None]:
+    """The algorithm for the options of an AllReduce, and another one for vectors with which it takes less time.
 
     Args:
         option: "auto" or the name of an algorithm.
@@ -39,13 +39,13 @@ def choose(
     if second is not None and option not in ("auto", "two_phase"):
         raise ValueError(f'second_codec belongs to algorithm="two_phase" but algorithm is {option!r}; remove it')
     if option == "ring":
-        return _ring(codec, feedback, reduce, buffers, world_size)
+        return _ring(codec, feedback, reduce, buffers, world_size), None
     if option in ("linear", "union") or isinstance(codec, SharedTopK):
-        return _float_sum(codec, feedback, option, reduce, buffers)
+        return _float_sum(codec, feedback, option, reduce, buffers), None
     if codec is None:
-        return _uncompressed(second, option, reduce, buffers, world_size)
+        return _uncompressed(second, option, reduce, buffers, world_size), None
     if option == "auto" and codec.linear and reduce in ("mean", "sum"):
-        return Linear(codec, feedback, buffers)
+        return Linear(codec, feedback, buffers), None
     again = codec if second is None else second
     possible = codec.fixed_size and again.fixed_size and again.requantizable
     if option == "two_phase" and not possible:
@@ -53,9 +53,11 @@ def choose(
             f'algorithm="two_phase" needs codecs with fixed_size and requantizable, which {again.config} and '
             f'{codec.config} are not both; use algorithm="all_gather" or another second_codec'
         )
+    gather = AllGather(codec, feedback, reduce, buffers)
     if option == "all_gather" or not possible or (option == "auto" and world_size <= 2):
-        return AllGather(codec, feedback, reduce, buffers)
-    return TwoPhase(codec, again, feedback, reduce, buffers, world_size)
+        return gather, None
+    two_phase = TwoPhase(codec, again, feedback, reduce, buffers, world_size)
+    return two_phase, gather if option == "auto" and second is None else None
 
 
 def _ring(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 
 from ..compress import Codec, Feedback
-from .allreduce import AllReduce, Work
+from .allreduce import AllReduce
 from .robust import Rule
 from .shared import SharedTopK
+from .work import Work
 
 __all__ = ["DDPHook", "ddp_hook"]
 

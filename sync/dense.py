@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .exchange import Exchange, Shares, finite_flags, scale_and_check
+from .exchange import Exchange, Shares, scale_and_check
 from .peers import Peers
 from .plan import Traffic, ring_bytes
 

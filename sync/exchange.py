@@ -49,6 +49,10 @@ class Exchange:
     owner_candidate: State = field(default_factory=dict)
     frames: Tensor | None = None  # uint8, what this rank sends first
     original: Tensor | None = None  # a copy of the vector, for statistics
+    loss: float | None = None  # of this rank, for statistics
+    message_norm: float = math.nan  # of this rank's message as the others decode it, for statistics
+    norms: list[float] = field(default_factory=list)  # of all contributing ranks' messages, for statistics
+    shares: Shares | None = None  # where the result is a sum of all messages
     flags: int = 0
     error: BaseException | None = None
     result: Tensor | None = None

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .allreduce import AllReduce, Work
+from .allreduce import AllReduce
 from .errors import Aborted, Disagreement, PeerFailure, SyncError
 from .exchange import Exchange, finite_flags
 from .groups import private_group, resolve_group
@@ -27,6 +27,7 @@ from .peers import FIRST, SECOND, Peers, network_error
 from .receipt import Receipt
 from .slices import Partition
 from .streams import hand_over, side_stream
+from .work import Work
 
 __all__ = ["IslandAllReduce"]
 
@@ -62,6 +63,8 @@ class IslandAllReduce:
         same: bool = False,
         **options: Any,
     ) -> None:
+        if options.get("statistics"):
+            raise ValueError("statistics are about whole vectors, but ranks of an island exchange slices; leave it off")
         self._between = AllReduce(process_group, codec, feedback, **options)
         self._island_group = resolve_group(island)
         self._same = same

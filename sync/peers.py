@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -23,7 +24,8 @@ from .groups import backend_name
 
 _TAG = 0x4C430000  # of our point-to-point messages, so that they never match the user's
 # Kinds of messages: one that a failure left behind is never taken for one of another kind.
-HELLO, FIRST, SECOND, VOTE, PARTIAL, OBJECT = range(6)
+HELLO, FIRST, SECOND, VOTE, PARTIAL, OBJECT, SUM = range(7)
+_PHASES = ("agreement", "first", "second", "agreement", "scalars", "agreement", "sum")  # by kind, for receipts
 
 
 class Peers:
@@ -44,8 +46,19 @@ class Peers:
         self.point_to_point = "gloo" in backend if point_to_point is None else point_to_point
         self._has_nccl = "nccl" in backend
         self.device = torch.device("cpu" if self.point_to_point or not self._has_nccl else "cuda")  # of small messages
-        self.sent = self.received = 0
+        self.sent_in: Counter[str] = Counter()  # bytes by phase
+        self.received_in: Counter[str] = Counter()
         self.wire_seconds = 0.0
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent so far."""
+        return self.sent_in.total()
+
+    @property
+    def received(self) -> int:
+        """All bytes received so far."""
+        return self.received_in.total()
 
     def all_gather(self, mine: Tensor, slots: Sequence[Tensor], kind: int) -> Arrival:
         """Send `mine` to every rank; slots[r] receives rank r's. The own slot is not used.
@@ -57,7 +70,7 @@ class Peers:
         """
         if self._by_messages(mine) or self.world_size == 1:
             return Arrival(self, [mine] * self.world_size, slots, kind)
-        return self._all_gather_collective(mine, slots)
+        return self._all_gather_collective(mine, slots, kind)
 
     def all_to_all(self, outgoing: Sequence[Tensor], slots: Sequence[Tensor], kind: int) -> Arrival:
         """Send outgoing[r] to rank r; slots[r] receives what rank r has for this rank. All of one length."""
@@ -66,16 +79,16 @@ class Peers:
         received = torch.empty(slots[0].numel() * self.world_size, dtype=torch.uint8, device=slots[0].device)
         sent = torch.cat(list(outgoing))
         self._wait(lambda: self.group.alltoall_base(received, sent, [], [], dist.AllToAllOptions()))
-        self._count(sent.numel() // self.world_size * (self.world_size - 1))
+        self._count(kind, sent.numel() // self.world_size * (self.world_size - 1))
         return Arrival(self, outgoing, list(received.chunk(self.world_size)))
 
-    def _all_gather_collective(self, mine: Tensor, slots: Sequence[Tensor]) -> Arrival:
+    def _all_gather_collective(self, mine: Tensor, slots: Sequence[Tensor], kind: int) -> Arrival:
         longest = max(slot.numel() for slot in slots)
         received = torch.empty(longest * self.world_size, dtype=torch.uint8, device=mine.device)
         padded = mine if mine.numel() == longest else torch.nn.functional.pad(mine, (0, longest - mine.numel()))
         options = c10d.AllgatherOptions()  # type: ignore[attr-defined]
         self._wait(lambda: self.group._allgather_base(received, padded, options))
-        self._count(longest * (self.world_size - 1))
+        self._count(kind, longest * (self.world_size - 1))
         parts = [part[: slot.numel()] for part, slot in zip(received.view(-1, longest), slots, strict=True)]
         return Arrival(self, [mine] * self.world_size, parts)
 
@@ -86,7 +99,7 @@ class Peers:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.SUM  # type: ignore[assignment]
         self._wait(lambda: self.group.allreduce([x], options))
-        self._count(2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
+        self._count(SUM, 2 * (self.world_size - 1) * x.numel() * x.element_size() // self.world_size)
 
     def broadcast(self, message: Tensor, source: int, kind: int) -> None:
         """Copy `message`, uint8, from rank `source` to all; the source sends it N - 1 times."""
@@ -96,8 +109,8 @@ class Peers:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = source, 0
             self._wait(lambda: self.group.broadcast([message], options))
-            self.sent += message.numel() * (self.world_size - 1) if self.rank == source else 0
-            self.received += 0 if self.rank == source else message.numel()
+            self.sent_in[_PHASES[kind]] += message.numel() * (self.world_size - 1) if self.rank == source else 0
+            self.received_in[_PHASES[kind]] += 0 if self.rank == source else message.numel()
             return
         outgoing = [message if self.rank == source else None] * self.world_size
         slots = [message if rank == source else None for rank in range(self.world_size)]
@@ -126,7 +139,7 @@ class Peers:
             return
         sizes = [[message.numel() if rank == peer else 0 for rank in range(self.world_size)] for peer in (left, right)]
         self._wait(lambda: self.group.alltoall_base(slot, message, *sizes, dist.AllToAllOptions()))
-        self._count(message.numel())
+        self._count(kind, message.numel())
 
     def all_gather_object(self, value: object) -> list[Any]:
         """One picklable object from every rank. Used on the way to an error only."""
@@ -141,17 +154,17 @@ class Peers:
 
     def irecv(self, slot: Tensor, rank: int, kind: int) -> Any:
         """Begin to receive; counted."""
-        self.received += slot.numel()
+        self.received_in[_PHASES[kind]] += slot.numel()
         return self.group.recv([slot], rank, _TAG + kind)
 
     def isend(self, message: Tensor, rank: int, kind: int) -> Any:
         """Begin to send; counted."""
-        self.sent += message.numel()
+        self.sent_in[_PHASES[kind]] += message.numel()
         return self.group.send([message], rank, _TAG + kind)
 
-    def _count(self, num_bytes: int) -> None:
-        self.sent += num_bytes
-        self.received += num_bytes
+    def _count(self, kind: int, num_bytes: int) -> None:
+        self.sent_in[_PHASES[kind]] += num_bytes
+        self.received_in[_PHASES[kind]] += num_bytes
 
     def _wait(self, start: Callable[[], Any]) -> None:
         """Start a collective and wait for it."""
@@ -249,6 +262,21 @@ class Arrival:
             first = min(self._failed)
             raise network_error(self._failed[first], sorted(self._failed)) from self._failed[first]
         return [slot.to(self._device) for slot in self._slots if slot is not None]
+
+
+def gather_numbers(peers: Peers, mine: Tensor) -> list[Tensor]:
+    """A float64 vector from every rank, in rank order."""
+    message = mine.contiguous().view(torch.uint8)
+    slots = list(torch.empty(peers.world_size, message.numel(), dtype=torch.uint8, device=message.device))
+    return [part.view(torch.float64).view_as(mine) for part in peers.all_gather(message, slots, PARTIAL).finish()]
+
+
+def sum_of_parts(peers: Peers, mine: Tensor) -> Tensor:
+    """The sum of a float64 vector over all ranks, in rank order: the same bits everywhere."""
+    total = torch.zeros_like(mine)
+    for part in gather_numbers(peers, mine):
+        total += part
+    return total
 
 
 def network_error(error: RuntimeError, ranks: Sequence[int]) -> PeerFailure:

@@ -14,6 +14,10 @@ class Traffic:
     payload_bytes: int
     steps: int
 
+    def seconds(self, latency: float, bandwidth: float) -> float:
+        """Time on the wire; arguments as in `Plan.seconds`."""
+        return self.steps * latency + self.payload_bytes / bandwidth
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -25,7 +25,7 @@ from .exchange import Buffers, Exchange, Shares, Stopwatch
 from .frames import ABSENT, FAILED, HEADER_BYTES, FrameHeader, parse_frame, write_header
 from .gather import encode
 from .hello import exchange_votes
-from .peers import FIRST, PARTIAL, SECOND, Arrival, Peers
+from .peers import FIRST, SECOND, Arrival, Peers, sum_of_parts
 from .plan import Traffic
 from .reduction import Message, Reduction
 from .robust import Rule
@@ -139,13 +139,13 @@ class TwoPhase:
         start, stop = self.partition(exchange.elements).bounds[peers.rank]
         length, key, codec = self._first.nbytes(stop - start), slice_bucket(exchange.bucket, peers.rank), self._first
         total = self._buffers.take(stop - start, torch.float32, exchange.flat.device)
-        with arrival, _Together(self._reduce, exchange, peers):
+        with arrival, _Together(self._reduce, peers):
             reduction = Reduction(self._reduce, shares, total)
             for rank, factor in enumerate(shares.factors):
                 frame = arrival.slot(rank)
                 body = parse_frame(frame, length, codec=codec.id, round=exchange.round, sender=rank)[1]
                 reduction.add(Message(codec, body, exchange.round, rank, key), factor)
-        together = partial(_over_slices, exchange, peers)
+        together = partial(sum_of_parts, peers)
         result = reduction.result(together, exchange.owner_base.get("owner_previous"), exchange.round)
         if isinstance(self._reduce, Rule) and self._reduce.stateful and result is not None:
             exchange.owner_candidate["owner_previous"] = result.clone()
@@ -192,9 +192,9 @@ class TwoPhase:
 class _Together:
     """Owners that are about to combine scalars check first that all of them got this far, or none would ever answer."""
 
-    def __init__(self, kind: str | Rule, exchange: Exchange, peers: Peers) -> None:
+    def __init__(self, kind: str | Rule, peers: Peers) -> None:
         self._needed = isinstance(kind, Rule) and kind.needs_totals
-        self._exchange, self._peers = exchange, peers
+        self._peers = peers
 
     def __enter__(self) -> None:
         pass
@@ -202,22 +202,7 @@ class _Together:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if not self._needed or isinstance(error, PeerFailure):
             return
-        before = self._peers.sent
         votes = exchange_votes(self._peers, error is None)
-        self._exchange.receipt.header_bytes += self._peers.sent - before
         failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
         if failed and error is None:
             raise Aborted(f"ranks {failed} could not decode what they were sent", failed)
-
-
-def _over_slices(exchange: Exchange, peers: Peers, partial: Tensor) -> Tensor:
-    """The sum of a float64 vector over all owners, in rank order, on every rank."""
-    mine = partial.contiguous().view(torch.uint8)
-    slots = list(torch.empty(peers.world_size, mine.numel(), dtype=torch.uint8, device=mine.device))
-    before = peers.sent
-    parts = peers.all_gather(mine, slots, PARTIAL).finish()
-    exchange.receipt.header_bytes += peers.sent - before
-    total = torch.zeros_like(partial)
-    for part in parts:
-        total += part.view(torch.float64)
-    return total
