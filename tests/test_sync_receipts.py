@@ -193,7 +193,7 @@ def _auto_rank(rank: int, world_size: int) -> dict[str, Any]:
     names = [reducer.plan(n).algorithm for n in (100, 100_000)]
     receipts = [reducer.reduce(torch.ones(n), bucket=n).wait() for n in (100, 100_000, 100)]
     states = {n: sorted(reducer.state(n)) for n in (100, 100_000)}
-    fast = AllReduce(codec=Int4(), latency=0.0).plan(100).algorithm
+    fast = AllReduce(codec=Int4(), latency=0.0).plan(1000).algorithm
     return {
         "names": names,
         "ran": [r.algorithm for r in receipts],
