@@ -41,6 +41,7 @@ from .support import (
     leader_support,
 )
 from .ternary import Ternary
+from .threshold import SampledTopK, Threshold
 from .topk import TopK
 from .zeropp import ZeroPlusPlus
 
@@ -78,9 +79,11 @@ __all__ = [
     "PowerIteration",
     "PowerSGD",
     "RandomK",
+    "SampledTopK",
     "Sign",
     "StoSign",
     "Ternary",
+    "Threshold",
     "TopK",
     "ZeroPlusPlus",
     "apply_delta",
