@@ -340,9 +340,7 @@ def _read(body: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return positions, values
 
 
-_DAMAGED = (
-    "the count must fit the body, positions must ascend within the vector and values must be finite; the body is damaged"
-)
+_DAMAGED = "the count must fit the body, positions must ascend within the vector and values must be finite; the body is damaged"
 
 
 def _read_on_kernels(body: Tensor, out: Tensor, *, add: bool, weight: float) -> None:

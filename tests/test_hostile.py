@@ -25,7 +25,8 @@ def _codecs() -> list[Codec]:
     return found
 
 
-CODECS = _codecs()
+CODECS = [*_codecs(), compress.Threshold(1.0)]
+MIXED = compress.Mixed(((compress.Int4(), 700), (compress.TopK(), 5000), (compress.Threshold(1.0), 300)))
 GUARD = 64
 
 
@@ -94,3 +95,12 @@ def test_wrong_lengths_are_refused(codec: Codec) -> None:
                 codec.decode(wrong, torch.empty(n))
             with pytest.raises(ValueError, match="bytes"):
                 codec.decode_add(wrong, torch.zeros(n))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 2**32 - 1), flips=st.integers(1, 40))
+def test_flipped_bits_in_a_mixed_body(seed: int, flips: int) -> None:
+    body = _valid(MIXED, 6000, seed)
+    generator = torch.Generator().manual_seed(seed)
+    body[torch.randint(body.numel(), (flips,), generator=generator)] ^= 0x5A
+    _check(MIXED, body, 6000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,6 +30,17 @@ from lowcomm.compress import (
 from torch import Tensor
 
 LEVELS = available_levels()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Small inputs gain nothing from threads, and waiting for them costs much on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 CODECS = [
     Threshold(0.5),
     Threshold(2.0, density=1.0),
@@ -41,9 +53,7 @@ CODECS = [
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec.config)
 def test_every_level_writes_the_same_bytes(codec: Threshold | SampledTopK) -> None:
-    for n in (*range(0, 131, 7), 1, 2, 31, 32, 33, 63, 65, 130):
-        assert_levels_agree(codec, n)
-    for n in (4095, 4096, 4097, 10007):
+    for n in (0, 1, 2, 31, 33, 64, 130, 4097, 10007):
         assert_levels_agree(codec, n)
 
 

@@ -32,9 +32,11 @@ from lowcomm.compress import (
     NuQSGD,
     PowerSGD,
     RandomK,
+    SampledTopK,
     Sign,
     StoSign,
     Ternary,
+    Threshold,
     TopK,
     ZeroPlusPlus,
 )
@@ -64,6 +66,7 @@ ANY_LENGTH: list[Codec] = [
     *(PowerSGD(rank=1, min_rate=1), PowerSGD(rank=2, min_rate=1, factors=Int8())),
     *(CountSketch(density=0.5), CountSketch(rows=4, seed=3)),
     *(RandomK(0.2), RandomK(0.3, method="stratified", contractive=False), RandomK(0.3, method="block", seed=4)),
+    *(Threshold(1.0), Threshold(0.2, density=0.9), SampledTopK(), SampledTopK(0.1, sample=0.3)),
     *(SRHT(density=0.3, chunk=32), SRHT(chunk=16, contractive=True, seed=9)),
 ]
 SHAPED: list[Codec] = [

@@ -479,6 +479,17 @@ def read_randomk(codec: Any, body: bytes, n: int, step: int, bucket: int) -> lis
     return out
 
 
+def read_list(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
+    (count,) = struct.unpack("<I", body[:4])
+    assert len(body) == 4 + 8 * math.ceil(codec.density * n) and not any(body[4 + 8 * count :])
+    positions = struct.unpack(f"<{count}I", body[4 : 4 + 4 * count])
+    assert list(positions) == sorted(set(positions))
+    out = [0.0] * n
+    for position, value in zip(positions, f32(body[4 + 4 * count : 4 + 8 * count]), strict=True):
+        out[position] = value
+    return out
+
+
 def read_mixed(codec: Any, body: bytes, n: int, step: int, bucket: int) -> list[float]:
     out, at = [], 0
     for i, (part, numel) in enumerate(codec.runs):
@@ -512,5 +523,7 @@ READERS: dict[str, Callable[[Any, bytes, int, int, int], list[float]]] = {
     "CountSketch": read_countsketch,
     "SRHT": read_srht,
     "RandomK": read_randomk,
+    "Threshold": read_list,
+    "SampledTopK": read_list,
     "Mixed": read_mixed,
 }
