@@ -18,13 +18,13 @@ from lowcomm.recipes.training import Settings
 
 __all__ = ["main"]
 
-# Few tokens and a high learning rate: rounds are short and the outer step is a little more than the plain average.
-# A momentum of 0.9, as for rounds of hundreds of steps, would overshoot here.
+# Few tokens, a high learning rate and noisy gradients: the outer step is a little more than the plain average. Larger
+# batches and a lower rate suit local methods better. A momentum of 0.9, as for rounds of hundreds of steps, overshoots.
 SHORT = Settings(steps=144, batch=16, lr=8e-3, lr_warmup=20, evaluations=6, validation_windows=256)
-LONG = Settings(steps=600, batch=32, lr=4e-3, lr_warmup=40, evaluations=20)
+SHORT_OUTER = {"outer_lr": 1.2, "outer_momentum": 0.0}
+LONG = Settings(steps=144, batch=32, lr=3e-3, lr_warmup=20, evaluations=6, validation_windows=256)
+LONG_OUTER = {"outer_lr": 1.0, "outer_momentum": 0.3}
 SYNC_EVERY = 24
-OUTER_LR = 1.2
-OUTER_MOMENTUM = 0.0
 CODEC = "Int4"
 
 
@@ -49,17 +49,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser(long: bool) -> argparse.ArgumentParser:
     """The options, with the defaults of the short or the long demo."""
+    outer = LONG_OUTER if long else SHORT_OUTER
     result = argparse.ArgumentParser(
         prog="lowcomm demo",
         description="Train a small transformer three times on two local workers: synchronous data parallel, DiLoCo, "
         "DiLoCo with a codec. Same data, model, inner optimizer, schedule and number of tokens.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    result.add_argument("--long", action="store_true", help="more tokens, larger batches")
+    result.add_argument("--long", action="store_true", help="more tokens: larger batches, a lower learning rate")
     method = result.add_argument_group("DiLoCo")
     method.add_argument("--sync-every", type=int, default=SYNC_EVERY, help="inner steps between syncs")
-    method.add_argument("--outer-lr", type=float, default=OUTER_LR, help="outer learning rate")
-    method.add_argument("--outer-momentum", type=float, default=OUTER_MOMENTUM, help="outer Nesterov momentum")
+    method.add_argument("--outer-lr", type=float, default=outer["outer_lr"], help="outer learning rate")
+    method.add_argument("--outer-momentum", type=float, default=outer["outer_momentum"], help="outer Nesterov momentum")
     method.add_argument("--warmup-steps", type=int, default=0, help="synchronous steps before the first round")
     method.add_argument("--codec", default=CODEC, help='of lowcomm.compress, with error feedback: "Int8"')
     add_arguments(result, LONG if long else SHORT, output="lowcomm-demo")
