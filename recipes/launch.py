@@ -30,7 +30,12 @@ _CONTEXT = multiprocessing.get_context("spawn")
 
 
 def launch(
-    function: Callable[..., Any], world_size: int, *args: Any, on_report: Report | None = None, threads: int = 1
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    on_report: Report | None = None,
+    threads: int = 1,
+    prepare: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Return [function(rank, world_size, report, *args) for every rank], each run in a process of its own.
 
@@ -43,12 +48,13 @@ def launch(
         args: further arguments of `function`.
         on_report: called here with whatever a worker passes to `report`.
         threads: torch threads of each worker.
+        prepare: called in each worker with its rank, before it joins the process group; pickled.
 
     Raises:
         RuntimeError: a worker raised an error or died.
     """
     with tempfile.TemporaryDirectory(prefix="lowcomm-") as folder:
-        job = (pickle.dumps((function, args)), world_size, os.path.join(folder, "store"), threads)
+        job = (pickle.dumps((function, args, prepare)), world_size, os.path.join(folder, "store"), threads)
         processes: list[SpawnProcess] = []
         pipes: list[Connection] = []
         try:
@@ -94,10 +100,12 @@ def _work(pipe: Connection, rank: int, job: bytes, world_size: int, store: str, 
     threading.Thread(target=_follow_parent, daemon=True).start()
     try:
         torch.set_num_threads(threads)
+        function, args, prepare = pickle.loads(job)
+        if prepare is not None:
+            prepare(rank)
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
         )
-        function, args = pickle.loads(job)
         pipe.send(("result", function(rank, world_size, lambda value: pipe.send(("report", value)), *args)))
         dist.destroy_process_group()
     except Exception:

@@ -66,14 +66,20 @@ class AllGather:
         with arrival, Stopwatch() as watch:
             before = peers.wire_seconds
             reduction = Reduction(self._reduce, shares, total)
-            for rank, factor in enumerate(shares.factors):
+            for rank in self._order(peers):
                 message = self._message(arrival.slot(rank), rank, exchange)
-                reduction.add(message, factor)
+                reduction.add(message, shares.factors[rank])
             exchange.result = reduction.result(_whole, exchange.owner_base.get("previous"), exchange.round)
         exchange.receipt.decode_ms += watch.ms - (peers.wire_seconds - before) * 1e3
         if isinstance(self._reduce, Rule) and self._reduce.stateful and exchange.result is not None:
             exchange.owner_candidate = {"previous": exchange.result.clone()}
         self._buffers.give(exchange.frames, *slots)
+
+    def _order(self, peers: Peers) -> Sequence[int]:
+        """Rank order. Of two ranks the own message comes first, while the other's travels: a + b is b + a."""
+        ranks = range(peers.world_size)
+        own_first = peers.world_size == 2 and not isinstance(self._reduce, Rule)
+        return ranks[:: -1 if own_first and peers.rank == 1 else 1]
 
     def _message(self, frame: Tensor, rank: int, exchange: Exchange) -> Message:
         codec = self._codec

@@ -9,6 +9,7 @@ TOOLS = {
     "demo": "DiLoCo against synchronous data parallel on two local workers",
     "bench": "speed, rate and error of codecs",
     "bench-engine": "what the optimizers cost beside the work they wrap",
+    "bench-sync": "compressed all-reduces beside gloo's, on this machine or over a limited link",
     "compare": "any methods and codecs side by side, at equal tokens",
     "plan": "what a network's bandwidth does to a method: bytes, time per round, utilisation",
 }
