@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = parser().parse_args(argv)
     for text in options.codecs:
-        _reducer_options(text)  # a mistake is better reported before processes start
+        AllReduce(**_reducer_options(text))  # a mistake is better reported before processes start
     if options.link and options.world != 2:
         raise ValueError(f"--link joins two processes but --world is {options.world}")
     with Link(options.link, options.delay) if options.link else contextlib.nullcontext() as link:
