@@ -390,7 +390,7 @@ template <int BITS>
 LC_AVX2 void quantize_avx2(const float* y, int64_t size, float stretch, uint8_t* codes, float* c) {
   __m256i below[7];
   for (int b = 0; b + 1 < 1 << (BITS - 1); ++b)
-    below[b] = _mm256_set1_epi32((int)lc_bits_of_float(boundary(BITS, b)) - 1);
+    below[b] = _mm256_set1_epi32((int)lc_bits(boundary(BITS, b)) - 1);
   const __m256 low = level_table(BITS, 0), high = level_table(BITS, 8);
   for (int64_t i = 0; i < size; i += 32, codes += 4 * BITS) {
     __m256i code[4];
@@ -673,7 +673,7 @@ int feedback_block(const Feedback& f, const Layout& job, int mode, int64_t first
   const Use use = f.stream && !flags ? STREAM_DIFFERENCE : SUBTRACT;
   emit(w.y, w.signs, first, m, use, 1.0f, w.p, f.candidate);
   for (int64_t i = 0; flags && i < m; ++i)
-    if (!lc_is_finite(w.p[i])) f.candidate[i] = 0.0f;
+    if (!lc_finite(w.p[i])) f.candidate[i] = 0.0f;
   return flags;
 }
 

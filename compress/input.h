@@ -1,7 +1,7 @@
 // How vectors enter and leave kernels: inputs of any dtype as float32, corrected inputs, streaming stores.
 #pragma once
 #include "kernels.h"
-#include "narrow.cuh"
+#include "numbers.cuh"
 
 #ifdef LC_X86
 LC_AVX2 static inline int64_t lc_widen_avx2(const uint16_t* x, int dtype, int64_t m, float* out) {

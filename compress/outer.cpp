@@ -36,7 +36,7 @@ inline void outer_sgd(float* x, float* b, const float* d, int64_t m, float nu, f
 
 // As torch rounds: to nearest even, every NaN to the same one.
 inline uint16_t round_bf16(float x) {
-  const uint32_t u = lc_bits_of_float(x), rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
+  const uint32_t u = lc_bits(x), rounded = (u + 0x7FFF + (u >> 16 & 1)) >> 16;
   return (u & 0x7FFFFFFF) > 0x7F800000u ? 0x7FC0 : (uint16_t)rounded;
 }
 

@@ -1,27 +1,24 @@
 // Keep block statistics finite, as ranges.py: non-finite elements, and blocks whose sums or squares would leave float32.
 #pragma once
 #include "kernels.h"
-#include "narrow.cuh"
+#include "numbers.cuh"
 
-constexpr float LC_TINY = 0x1p-100f;  // codec.py
-enum { LC_SATURATED = 8 };               // codec.py
-
-static inline bool lc_is_finite(float v) { return (lc_bits_of_float(v) & 0x7FFFFFFFu) < 0x7F800000u; }
+enum { LC_SATURATED = 8 };  // codec.py
 
 // Flags of p[0..m-1] and the absolute maximum of its finite elements.
 static inline int lc_survey(const float* p, int64_t m, float* absmax) {
   uint32_t largest = 0, over = 0, nan = 0;
   for (int64_t i = 0; i < m; ++i) {
-    const uint32_t u = lc_bits_of_float(p[i]) & 0x7FFFFFFFu;
+    const uint32_t u = lc_bits(p[i]) & 0x7FFFFFFFu;
     const bool finite = u < 0x7F800000u;
     largest = finite && u > largest ? u : largest;
     over |= !finite;
     nan |= u > 0x7F800000u;
   }
-  *absmax = lc_float_of_bits(largest);
+  *absmax = lc_float(largest);
   if (!over) return 0;
   bool inf = false;
-  for (int64_t i = 0; i < m; ++i) inf |= (lc_bits_of_float(p[i]) & 0x7FFFFFFFu) == 0x7F800000u;
+  for (int64_t i = 0; i < m; ++i) inf |= (lc_bits(p[i]) & 0x7FFFFFFFu) == 0x7F800000u;
   return (nan ? LC_HAS_NAN : 0) | (inf ? LC_HAS_INF : 0);
 }
 
@@ -31,7 +28,7 @@ static inline float lc_range_factor(float absmax) {
 
 // out = factor * p with non-finite elements replaced by 0.
 static inline void lc_clean(const float* p, int64_t m, float factor, float* out) {
-  for (int64_t i = 0; i < m; ++i) out[i] = lc_is_finite(p[i]) ? factor * p[i] : 0.0f;
+  for (int64_t i = 0; i < m; ++i) out[i] = lc_finite(p[i]) ? factor * p[i] : 0.0f;
 }
 
 static inline float lc_load_float(const uint8_t* at) {

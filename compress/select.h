@@ -2,7 +2,7 @@
 // Magnitudes are compared as integers (bits without sign). NaN and infinities are flagged and count as zero.
 #pragma once
 #include "kernels.h"
-#include "narrow.cuh"
+#include "numbers.cuh"
 #include "tables.h"
 
 // Rows longer than LC_MAX_ROW are never copied and are selected from by radix; at most LC_MAX_MARKED are listed at once.
@@ -14,12 +14,12 @@ struct LcThreshold {
 };
 
 static inline uint32_t lc_key(float x) {
-  const uint32_t bits = lc_bits_of_float(x) & 0x7FFFFFFFu;
+  const uint32_t bits = lc_bits(x) & 0x7FFFFFFFu;
   return bits < 0x7F800000u ? bits : 0;
 }
 
 static inline int lc_nonfinite(float x) {
-  const uint32_t bits = lc_bits_of_float(x) & 0x7FFFFFFFu;
+  const uint32_t bits = lc_bits(x) & 0x7FFFFFFFu;
   return bits < 0x7F800000u ? 0 : bits == 0x7F800000u ? LC_HAS_INF : LC_HAS_NAN;
 }
 

@@ -38,7 +38,7 @@ void write_bits(const float* p, int64_t m, uint8_t* bits, int64_t offset) {
   for (int64_t i = 0; i < m; ++i) {
     const uint8_t mask = (uint8_t)(1u << ((offset + i) % 8));
     uint8_t& byte = bits[(offset + i) / 8];
-    byte = (uint8_t)(lc_is_finite(p[i]) && p[i] < 0 ? byte | mask : byte & ~mask);
+    byte = (uint8_t)(lc_finite(p[i]) && p[i] < 0 ? byte | mask : byte & ~mask);
   }
 }
 
@@ -336,7 +336,7 @@ int feedback_unit(const float* x, const float* residual, float decay, const Layo
     }
   }
   for (int64_t i = 0; flags && i < m; ++i)
-    if (!lc_is_finite(p[i])) candidate[first + i] = 0.0f;
+    if (!lc_finite(p[i])) candidate[first + i] = 0.0f;
   return flags;
 }
 
@@ -404,7 +404,7 @@ int stosign8(const float* p, int64_t m, const Noise& noise, int64_t first, uint8
   lc_philox((uint64_t)first / 4 + 1, noise.stream, noise.step, noise.seed, words + 4);
   int bits = 0, flags = 0;
   for (int64_t i = 0; i < m; ++i) {
-    const uint32_t magnitude = lc_bits_of_float(p[i]) & 0x7FFFFFFFu;
+    const uint32_t magnitude = lc_bits(p[i]) & 0x7FFFFFFFu;
     if (magnitude >= 0x7F800000u) flags |= magnitude > 0x7F800000u ? LC_HAS_NAN : LC_HAS_INF;
     const float v = magnitude >= 0x7F800000u ? 0.0f : p[i], bound = noise.at(first + i);
     if (std::fabs(v) > bound) flags |= LC_SATURATED;

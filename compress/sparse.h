@@ -2,7 +2,7 @@
 // Ranges of rows that start at a multiple of 8 start on a byte boundary in every section, so threads share no byte.
 #pragma once
 #include "bits.h"
-#include "narrow.cuh"
+#include "numbers.cuh"
 #include "reduce.h"
 #include "tables.h"
 
@@ -63,7 +63,7 @@ static inline float lc_sign_of(float magnitude, bool negative) { return negative
 
 // Nearest bfloat16; beyond its range the largest finite one, and a flag.
 static inline uint16_t lc_to_bf16(float x, int& flags) {
-  const uint32_t u = lc_bits_of_float(x), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
+  const uint32_t u = lc_bits(x), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
   if ((rounded & 0x7FFF) < 0x7F80) return (uint16_t)rounded;
   flags |= LC_SATURATED_LEVEL;
   return (uint16_t)(rounded - 1);
@@ -193,7 +193,7 @@ static inline int64_t lc_read_elias_fano(const LcSparse& f, const uint8_t* recor
 static inline uint32_t lc_largest_bits(const float* v, int64_t count) {
   uint32_t largest = 0;
   for (int64_t j = 0; j < count; ++j) {
-    const uint32_t bits = lc_bits_of_float(v[j]) & LC_MAGNITUDE;
+    const uint32_t bits = lc_bits(v[j]) & LC_MAGNITUDE;
     largest = bits > largest ? bits : largest;
   }
   return largest;
@@ -214,8 +214,8 @@ static inline float lc_row_sum(const Get& get, int64_t k, float* sums) {
 
 // The power of two that keeps sums of a row within float32 (range_factor in ranges.py).
 static inline float lc_sum_factor(uint32_t largest) {
-  if (largest >= (127u + 40u) << 23) return lc_float_of_bits((127u - 80u) << 23);
-  return lc_float_of_bits(largest < (127u - 40u) << 23 ? (127u + 80u) << 23 : 127u << 23);
+  if (largest >= (127u + 40u) << 23) return lc_float((127u - 80u) << 23);
+  return lc_float(largest < (127u - 40u) << 23 ? (127u + 80u) << 23 : 127u << 23);
 }
 
 struct LcLevels {
@@ -347,10 +347,10 @@ static inline void lc_write_int(const float* v, int64_t k, int width, uint8_t* s
                                 float* decoded) {
   const uint32_t largest = lc_largest_bits(v, k);
   const bool tiny = largest < (127u - 100u) << 23;
-  const float top = (float)((1 << (width - 1)) - 1), absmax = tiny ? 0.0f : lc_float_of_bits(largest);
+  const float top = (float)((1 << (width - 1)) - 1), absmax = tiny ? 0.0f : lc_float(largest);
   const float inverse = tiny ? 0.0f : top / absmax;
   float scale = absmax / top;
-  if (scale * top > 3.4028234663852886e38f) scale = lc_float_of_bits(lc_bits_of_float(scale) - 1);
+  if (scale * top > 3.4028234663852886e38f) scale = lc_float(lc_bits(scale) - 1);
   lc_store(scale_out, scale);
   for (int64_t j = 0; j < k; ++j) {
     float q = __builtin_rintf(tiny ? 0.0f : v[j] * inverse);
@@ -428,8 +428,6 @@ struct LcRowWriter {
   }
 };
 
-static inline bool lc_is_finite(float x) { return (lc_bits_of_float(x) & LC_MAGNITUDE) < LC_INF_BITS; }
-
 // Reads rows first, first + 1, ... of a range, in order.
 struct LcRowReader {
   LcSparse f;
@@ -486,7 +484,7 @@ struct LcRowReader {
     if (f.value >= LC_KEPT_INT8) levels[0] = lc_load<float>(scale);
     if (f.value == LC_MAG2 || f.value == LC_SIGN1) levels[0] = levels[1] = lc_bf16_to_f32(lc_load<uint16_t>(scale));
     if (f.value == LC_MAG2) levels[1] = lc_bf16_to_f32(lc_load<uint16_t>(scale + 2));
-    bool finite = lc_is_finite(levels[0]) && lc_is_finite(levels[1]);
+    bool finite = lc_finite(levels[0]) && lc_finite(levels[1]);
 #ifdef LC_X86
     if (f.value == LC_MAG2 && vectors) {
       lc_read_mag2_avx2(from.codes + row * f.k / 4, levels[0], levels[1], f.k, v);
@@ -495,8 +493,8 @@ struct LcRowReader {
 #endif
     for (int64_t j = 0; j < f.k; ++j) {
       const uint8_t* code = from.codes + (row * f.k + j) * (f.code_bits() / 8);
-      if (f.value == LC_RAW_F32) finite &= lc_is_finite(v[j] = lc_load<float>(code));
-      if (f.value == LC_RAW_BF16) finite &= lc_is_finite(v[j] = lc_bf16_to_f32(lc_load<uint16_t>(code)));
+      if (f.value == LC_RAW_F32) finite &= lc_finite(v[j] = lc_load<float>(code));
+      if (f.value == LC_RAW_BF16) finite &= lc_finite(v[j] = lc_bf16_to_f32(lc_load<uint16_t>(code)));
       if (f.value < LC_MAG2) continue;
       const uint32_t q = codes.get(f.code_bits());
       if (f.value == LC_KEPT_INT8) v[j] = (float)(int8_t)q * levels[0];

@@ -400,7 +400,7 @@ int feedback_block(const Feedback& f, int64_t m, int64_t block, int64_t first, c
   const int flags = encode_any(p, m, block, first, rule, bits, at, scale);
   const float values[3] = {0.0f, *scale, -*scale};
   for (int64_t i = 0; i < m; ++i)
-    f.candidate[first + i] = lc_is_finite(p[i]) ? p[i] - values[trit_at(bits, at + i)] : 0.0f;
+    f.candidate[first + i] = lc_finite(p[i]) ? p[i] - values[trit_at(bits, at + i)] : 0.0f;
   return flags;
 }
 

@@ -1,15 +1,37 @@
-// Conversions between float32 and the narrow formats on the wire, bit-exact on every device, for C++ and CUDA.
-// Arguments are finite unless a comment says otherwise; conversions to a narrow format round to nearest even.
-// Comes after narrow.cuh, which widens bfloat16 and float16.
+// Numbers as bits, and conversions between float32 and the narrow formats on the wire, bit-exact on every device; for C++
+// and CUDA. Narrow numbers travel as 16-bit words. Arguments are finite unless a comment says otherwise; conversions to a
+// narrow format round to nearest even.
 #ifndef LC_NUMBERS_CUH
 #define LC_NUMBERS_CUH
+
+#ifndef LC_FN
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define LC_FN __device__ __host__ static inline
+#else
+#define LC_FN static inline
+#endif
+#endif
 
 #define LC_TINY 7.888609052210118e-31f  // 2^-100: a block whose absolute maximum is below is encoded as zeros
 #define LC_INFINITY_BITS 0x7F800000u
 
-LC_FN unsigned int lc_bits(float x) { return lc_bits_of_float(x); }
+LC_FN unsigned int lc_bits(float x) {
+  union {
+    unsigned int u;
+    float f;
+  } value;
+  value.f = x;
+  return value.u;
+}
 
-LC_FN float lc_float(unsigned int bits) { return lc_float_of_bits(bits); }
+LC_FN float lc_float(unsigned int bits) {
+  union {
+    unsigned int u;
+    float f;
+  } value;
+  value.u = bits;
+  return value.f;
+}
 
 LC_FN unsigned int lc_magnitude(float x) { return lc_bits(x) & 0x7FFFFFFFu; }  // orders as |x| does; any x
 
@@ -39,12 +61,22 @@ LC_FN float lc_widen(unsigned int code, int mantissa, int bias) {
 
 // ---- bfloat16
 
+LC_FN float lc_bf16_to_f32(unsigned short h) { return lc_float((unsigned int)h << 16); }  // any h
+
 LC_FN unsigned short lc_f32_to_bf16(float x) {  // finite stays finite
   const unsigned int u = lc_bits(x), rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
   return (unsigned short)((rounded & 0x7FFFu) < 0x7F80u ? rounded : rounded - 1u);
 }
 
 // ---- float16
+
+LC_FN float lc_f16_to_f32(unsigned short h) {  // any h
+  const unsigned int sign = (unsigned int)(h & 0x8000) << 16, magnitude = h & 0x7FFF;
+  if (magnitude >= 0x7C00) return lc_float(sign | 0x7F800000u | (magnitude & 0x3FF) << 13);
+  if (magnitude < 0x400)  // zero or subnormal: a multiple of 2^-24
+    return lc_float(sign | lc_bits((float)magnitude * 5.9604644775390625e-8f));
+  return lc_float(sign | ((magnitude << 13) + (112u << 23)));
+}
 
 LC_FN unsigned short lc_f32_to_f16(float x) {  // finite stays finite
   return (unsigned short)((lc_bits(x) >> 16 & 0x8000u) | lc_narrow(x, 10, 15, 0x7BFFu));
