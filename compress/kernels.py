@@ -17,12 +17,14 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from . import gpu, launches
 
 __all__ = ["available_levels", "kernel_level", "set_kernel_level", "use_kernel_level"]
 
@@ -102,10 +104,16 @@ def use_kernel_level(level: str) -> Iterator[None]:
         set_kernel_level(before)
 
 
-def runs_on_kernels(*tensors: Tensor) -> bool:
-    """Whether the C++ kernels take these tensors: a kernel level in use, CPU, contiguous."""
+def runs_on_kernels(*tensors: Tensor, cuda: bool = False) -> bool:
+    """Whether kernels take these tensors: a kernel level in use, and all contiguous on the CPU, or on one GPU.
+
+    Args:
+        cuda: there is a CUDA kernel for the caller's settings.
+    """
     if _level == "torch":
         return False
+    if cuda and tensors[0].is_cuda:
+        return gpu.takes(*tensors)
     for tensor in tensors:  # noqa: SIM110 - a generator would double the cost of a small call
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return False
@@ -117,12 +125,19 @@ def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPE_CODES[dtype]
 
 
-@cache
-def kernel(name: str, arguments: str) -> Any:
-    """The C function `name`, returning int32, with argument types spelled by letters.
+def kernel(name: str, arguments: str, tensor: Tensor | None = None) -> Any:
+    """The function `name`: of the CPU kernels, or for a CUDA `tensor` the one that launches a CUDA kernel.
 
-    p pointer, l int64, i int32, w uint32, u uint64, f float, d double.
+    It returns an int. The argument types of the C function are spelled by letters: p pointer, l int64, i int32,
+    w uint32, u uint64, f float, d double.
     """
+    if tensor is not None and tensor.is_cuda:
+        return partial(getattr(launches, name), gpu.gpu(tensor.device))
+    return _c_function(name, arguments)
+
+
+@cache
+def _c_function(name: str, arguments: str) -> Any:
     function = getattr(library(), name)
     function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
     function.restype = ctypes.c_int32

@@ -22,10 +22,6 @@ static inline int lc_survey(const float* p, int64_t m, float* absmax) {
   return (nan ? LC_HAS_NAN : 0) | (inf ? LC_HAS_INF : 0);
 }
 
-static inline float lc_range_factor(float absmax) {
-  return absmax >= 0x1p40f ? 0x1p-80f : absmax < 0x1p-40f ? 0x1p80f : 1.0f;
-}
-
 // out = factor * p with non-finite elements replaced by 0.
 static inline void lc_clean(const float* p, int64_t m, float factor, float* out) {
   for (int64_t i = 0; i < m; ++i) out[i] = lc_finite(p[i]) ? factor * p[i] : 0.0f;

@@ -4,11 +4,12 @@
 #include "input.h"
 #include "philox.h"
 #include "ranges.h"
+#include "sign.cuh"
 #include "vectors.h"
 
 namespace {
 
-enum { L1, L2, TWO_MEANS, NONE };     // order of sign.Scale
+enum { L1 = LC_SIGN_L1, L2 = LC_SIGN_L2, TWO_MEANS = LC_SIGN_TWO_MEANS, NONE = LC_SIGN_NONE };
 constexpr int64_t MAX_BLOCK = 16384;  // sign.MAX_BLOCK
 
 // A unit is what one call encodes: a block, or as many small blocks as fill a byte of bits.
@@ -59,12 +60,11 @@ Sums sums_portable(const float* q, int64_t m, int kind) {
 void write_scales(Sums sums, int64_t m, int64_t negative, float factor, int kind, uint8_t* scale) {
   if (kind == NONE) return;
   if (kind == TWO_MEANS) {
-    lc_store_float(scale, sums.a / (float)(m - negative > 1 ? m - negative : 1) / factor);
-    lc_store_float(scale + 4, 0.0f - -sums.b / (float)(negative > 1 ? negative : 1) / factor);
+    lc_store_float(scale, lc_sign_mean_plus(sums.a, (uint32_t)(m - negative), factor));
+    lc_store_float(scale + 4, lc_sign_mean_minus(sums.b, (uint32_t)negative, factor));
     return;
   }
-  const float mean = sums.a / (float)m;
-  lc_store_float(scale, (kind == L2 ? std::sqrt(mean) : mean) / factor);
+  lc_store_float(scale, lc_sign_scale(sums.a, (float)m, factor, kind));
 }
 
 int64_t count_bits(const uint8_t* bits, int64_t offset, int64_t m) {

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
+from .launches import takes_block
 from .packing import as_blocks, pack_bits, tree_sum, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import exact_sqrt, finite_part, range_factor
@@ -90,26 +91,26 @@ class Sign(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if not runs_on_kernels(x, out):
+        if not runs_on_kernels(x, out, cuda=takes_block(self.block)):
             return self._encode_torch(x, out)
-        call = kernel("lc_sign_encode", "pippllii")
+        call = kernel("lc_sign_encode", "pippllii", x)
         return int(call(x.data_ptr(), dtype_code(x.dtype), *self._sections(out, x.numel()), *self._shape(x)))
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if not runs_on_kernels(body, out):
+        if not runs_on_kernels(body, out, cuda=takes_block(self.block)):
             self._decode_torch(body, out)
             return
-        kernel("lc_sign_decode", "pppllii")(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out))
+        kernel("lc_sign_decode", "pppllii", out)(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
-        if not runs_on_kernels(body, acc):
+        if not runs_on_kernels(body, acc, cuda=takes_block(self.block)):
             super().decode_add(body, acc, weight)
             return
-        call = kernel("lc_sign_decode_add", "pppfllii")
+        call = kernel("lc_sign_decode_add", "pppfllii", acc)
         call(*self._sections(body, acc.numel()), acc.data_ptr(), weight, *self._shape(acc))
 
     def encode_feedback(
@@ -124,11 +125,11 @@ class Sign(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
-        if not runs_on_kernels(x, residual, candidate, out):
+        if not runs_on_kernels(x, residual, candidate, out, cuda=takes_block(self.block)):
             return super().encode_feedback(x, residual, candidate, out, decay=decay)
         check_feedback(self, x, residual, candidate, out)
         buffers = (x.data_ptr(), residual.data_ptr(), candidate.data_ptr(), decay)
-        call = kernel("lc_sign_feedback", "pppfppllii")
+        call = kernel("lc_sign_feedback", "pppfppllii", x)
         return int(call(*buffers, *self._sections(out, x.numel()), *self._shape(x)))
 
     def delta(self, n: int) -> float | None:

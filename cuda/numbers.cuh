@@ -12,6 +12,17 @@
 #endif
 #endif
 
+// Correctly rounded, and rounding to nearest even, in both languages.
+#if defined(__CUDACC__) || defined(__CUDACC_RTC__)
+#define LC_SQRT sqrtf
+#define LC_RINT rintf
+#define LC_FLOOR floorf
+#else
+#define LC_SQRT __builtin_sqrtf
+#define LC_RINT __builtin_rintf
+#define LC_FLOOR __builtin_floorf
+#endif
+
 #define LC_TINY 7.888609052210118e-31f  // 2^-100: a block whose absolute maximum is below is encoded as zeros
 #define LC_INFINITY_BITS 0x7F800000u
 
@@ -36,6 +47,11 @@ LC_FN float lc_float(unsigned int bits) {
 LC_FN unsigned int lc_magnitude(float x) { return lc_bits(x) & 0x7FFFFFFFu; }  // orders as |x| does; any x
 
 LC_FN bool lc_finite(float x) { return lc_magnitude(x) < LC_INFINITY_BITS; }
+
+// By what the elements of a block with this absolute maximum are multiplied before they are summed (ranges.py).
+LC_FN float lc_range_factor(float absmax) {
+  return absmax >= 1099511627776.0f ? 8.271806125530277e-25f : absmax < 9.094947017729282e-13f ? 1.2089258196146292e24f : 1.0f;
+}
 
 // ---- sign | exponent with this bias | mantissa bits, with subnormals. Saturates at max_code.
 
