@@ -96,6 +96,8 @@ class DESLOC(LowCommOptimizer):
         nesterov: bool = True,
         **shared: Unpack[SharedOptions],
     ):
+        if not isinstance(sync_every, Mapping):
+            raise ValueError(f"sync_every must map names of state to periods, one for each, but is: {sync_every!r}")
         periods = dict(sync_every)
         _check(periods, sync_point, outer_lr)
         if outer_lr is not None:

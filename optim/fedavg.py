@@ -76,7 +76,7 @@ class FedAvg(LowCommOptimizer):
                 "need samples, batch_size and epochs of at least 1 and 0 < fraction <= 1 but got "
                 f"{samples}, {batch_size}, {epochs}, {fraction}"
             )
-        fixed = [name for name in ("weights", "warmup_steps", "phase") if name in shared]
+        fixed = [name for name in ("sync_every", "weights", "warmup_steps", "phase") if name in shared]
         if fixed:
             raise ValueError(f"FedAvg sets {fixed} itself; use LocalSGD to choose")
         self._samples, self._fraction, self._seed = samples, fraction, seed

@@ -57,6 +57,10 @@ class HierarchicalLocalSGD(LowCommOptimizer):
     ):
         if shared.get("compress") is not None:
             raise ValueError("compress needs parameters that all workers have agreed on, which groups do not have")
+        if not isinstance(sync_every, Mapping):
+            raise ValueError(
+                f"sync_every must map periods to groups, a schedule for each level, but is: {sync_every!r}"
+            )
         self._periods = tuple(sync_every)
         _check_periods(self._periods)
         world = resolve_group(shared.get("process_group"))

@@ -222,11 +222,12 @@ class FlatState(Optimizer):
         """`self.state` with everything filled in: residuals, and results in flight once they have arrived."""
         filled = {p: dict(entry) for p, entry in self.state.items()}
         for fragment in self._fragments:
-            transient = self._reducer.state(fragment.bucket)
             arriving = [exchange for exchange in self._in_flight if exchange.fragment is fragment]
-            for k, exchange in enumerate(arriving):
+            for exchange in arriving:
                 exchange.work.wait()
                 exchange.work.commit()
+            transient = self._reducer.state(fragment.bucket)  # with what the messages in flight have left out
+            for k, exchange in enumerate(arriving):
                 transient[f"in_flight_{k}"] = exchange.work.result
                 if exchange.own is not None:
                     transient[f"own_{k}"] = exchange.own
