@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .codec import Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
+from .launches import takes_block
 from .packing import pack_bits, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import finite_part
@@ -47,6 +48,11 @@ class BlockCodec(Codec):
         """(n,) float32 from the bytes of the scales and (n,) int64 codes without sign extension."""
         raise NotImplementedError
 
+    @property
+    def _on_cuda(self) -> bool:
+        """Whether there are CUDA kernels for these settings."""
+        return self._encode_kernel is not None and self.bits in (2, 4, 8) and takes_block(self.block)
+
     def _format(self) -> tuple[int, ...]:
         """The settings that the kernels need to read a body."""
         return ()
@@ -63,7 +69,7 @@ class BlockCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out, cuda=self._on_cuda):
             return self._encode_fast(self._encode_kernel, x, None, 1.0, None, out, (step, rank, bucket))
         u, rounding = None, self._rounding(step, rank, bucket)
         if rounding and rounding[0]:
@@ -87,7 +93,8 @@ class BlockCodec(Codec):
         bucket: int = 0,
     ) -> int:
         check_feedback(self, x, residual, candidate, out)
-        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
+        tensors = (x, residual, candidate, out)
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(*tensors, cuda=self._on_cuda):
             return self._encode_fast(self._encode_kernel, x, residual, decay, candidate, out, (step, rank, bucket))
         return super().encode_feedback(x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket)
 
@@ -101,7 +108,7 @@ class BlockCodec(Codec):
         out: Tensor,
         place: tuple[int, int, int],
     ) -> int:
-        flags = kernel(*name)(
+        flags = kernel(*name, x)(
             x.data_ptr(),
             dtype_code(x.dtype),
             None if residual is None else residual.data_ptr(),
@@ -118,7 +125,7 @@ class BlockCodec(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if self._decode_kernel and runs_on_kernels(body, out):
+        if self._decode_kernel and runs_on_kernels(body, out, cuda=self._on_cuda):
             self._decode_fast(self._decode_kernel, body, out, False, 1.0)
             return
         n = out.numel()
@@ -128,14 +135,16 @@ class BlockCodec(Codec):
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
-        if self._decode_kernel and runs_on_kernels(body, acc):
+        if self._decode_kernel and runs_on_kernels(body, acc, cuda=self._on_cuda):
             check_decode(self, body, acc)
             self._decode_fast(self._decode_kernel, body, acc, True, weight)
         else:
             super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
 
     def _decode_fast(self, name: tuple[str, str], body: Tensor, out: Tensor, add: bool, weight: float) -> None:
-        kernel(*name)(body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads())
+        kernel(*name, out)(
+            body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads()
+        )
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

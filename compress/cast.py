@@ -7,11 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .codec import HAS_INF, HAS_NAN, SATURATED, Codec, check_decode, check_encode, nonfinite_flags, pad4
+from .codec import HAS_INF, HAS_NAN, SATURATED, Codec, check_decode, check_encode, check_feedback, nonfinite_flags, pad4
+from .kernels import dtype_code, kernel, runs_on_cuda
 
 __all__ = ["Cast"]
 
 _DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+_KINDS = {"f32": 0, "bf16": 1, "fp16": 2}  # as in cast.cu
 _IDS = {"f32": 0x00, "fp16": 0x01, "bf16": 0x02}
 
 
@@ -59,6 +61,9 @@ class Cast(Codec):
         n, flags, values = x.numel(), 0, x
         if n == 0:
             return 0
+        if runs_on_cuda(x, out):
+            source = (x.data_ptr(), dtype_code(x.dtype), None, 1.0, None)
+            return int(kernel("lc_cast_encode", "", x)(*source, n, _KINDS[self.format], out.data_ptr()))
         low, high = torch.aminmax(x)
         largest = torch.finfo(self._dtype).max
         if not (-largest <= float(low) and float(high) <= largest):  # also when either is NaN
@@ -80,14 +85,42 @@ class Cast(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
+        if runs_on_cuda(body, out):
+            self._decode_fast(body, out, False, 1.0)
+            return
         out.copy_(_as(body[: out.numel() * self._dtype.itemsize], self._dtype))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
+        if runs_on_cuda(body, acc):
+            self._decode_fast(body, acc, True, weight)
+            return
         values = _as(body[: acc.numel() * self._dtype.itemsize], self._dtype)
         acc.add_(values if weight == 1.0 else values.to(torch.float32).mul(weight))
+
+    def encode_feedback(
+        self,
+        x: Tensor,
+        residual: Tensor,
+        candidate: Tensor,
+        out: Tensor,
+        *,
+        decay: float = 1.0,
+        step: int = 0,
+        rank: int = 0,
+        bucket: int = 0,
+    ) -> int:
+        check_feedback(self, x, residual, candidate, out)
+        if not runs_on_cuda(x, residual, candidate, out):
+            return super().encode_feedback(x, residual, candidate, out, decay=decay)
+        source = (x.data_ptr(), dtype_code(x.dtype), residual.data_ptr(), decay, candidate.data_ptr())
+        return int(kernel("lc_cast_encode", "", x)(*source, x.numel(), _KINDS[self.format], out.data_ptr()))
+
+    def _decode_fast(self, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
+        rest = (out.numel(), _KINDS[self.format])
+        kernel("lc_cast_decode", "", out)(body.data_ptr(), out.data_ptr(), add, weight, *rest)
 
     def delta(self, n: int) -> float | None:
         """1 for "f32"; elements that are normal in the narrow format are off by at most 2^-9 or 2^-12 of themselves."""

@@ -21,9 +21,7 @@ struct E3M0Format {
   Grid grid(const float* p, int count) const { return grid_of(lc_absmax(p, count)); }
 
   Grid grid_of(float absmax) const {
-    if (!(absmax >= LC_TINY)) return {0.0f, 0.0f};
-    const uint32_t up = lc_pow2_up(absmax);
-    const float scale = pow2 ? lc_float((up < 255 ? up : 254) << 23) : absmax;
+    const float scale = lc_e3m0_scale(absmax, pow2);
     return {scale, lc_e3m0_threshold(scale)};
   }
 

@@ -9,7 +9,7 @@ struct Float8Format {
   };
   bool e5m2;
 
-  float largest() const { return e5m2 ? 57344.0f : 448.0f; }
+  float largest() const { return lc_float8_largest(e5m2); }
 
   int adjust(float*, int) const { return 0; }
 
@@ -28,12 +28,11 @@ struct Float8Format {
   }
 
   uint32_t code(const Grid& grid, float x, int64_t) const {
-    if (grid.scale == 0.0f) return 0;  // also for -0, so that a block of zeros is all zero bytes
-    return e5m2 ? lc_f32_to_e5m2(x * grid.inverse) : lc_f32_to_e4m3(x * grid.inverse);
+    return lc_float8_code(x, grid.inverse, e5m2);
   }
 
   float value(const Grid& grid, uint32_t code) const {
-    return (e5m2 ? lc_e5m2_to_f32((uint8_t)code) : lc_e4m3_to_f32((uint8_t)code)) * grid.scale;
+    return lc_float8_value(code, e5m2) * grid.scale;
   }
 };
 

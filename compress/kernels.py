@@ -113,11 +113,16 @@ def runs_on_kernels(*tensors: Tensor, cuda: bool = False) -> bool:
     if _level == "torch":
         return False
     if cuda and tensors[0].is_cuda:
-        return gpu.takes(*tensors)
+        return runs_on_cuda(*tensors)
     for tensor in tensors:  # noqa: SIM110 - a generator would double the cost of a small call
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return False
     return True
+
+
+def runs_on_cuda(*tensors: Tensor) -> bool:
+    """Whether CUDA kernels take these tensors: a kernel level in use, and all contiguous on one GPU."""
+    return tensors[0].is_cuda and _level != "torch" and gpu.takes(*tensors)
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -89,5 +89,152 @@ def lc_sign_decode_add(
 
 
 def _sign_decode(on: Any, body: int, sink: Sink, n: int, block: int, kind: int, bits_at: int) -> int:
-    on.launch("sign", "lc_sign_decode", _blocks(n, _THREADS), _THREADS, body, *sink, n, block, kind, bits_at)
+    return _decode(on, "sign", "lc_sign_decode", body, sink, (n, block, kind, bits_at))
+
+
+# ---- quantize.py, float8.py, e3m0.py
+
+
+def lc_int_encode(
+    on: Any,
+    x: int,
+    dtype: int,
+    residual: int | None,
+    decay: float,
+    candidate: int | None,
+    n: int,
+    block: int,
+    bits: int,
+    affine: int,
+    scale: int,
+    stochastic: int,
+    seed: int,
+    stream: int,
+    step: int,
+    out: int,
+    threads: int,
+) -> int:
+    source = (x, dtype, None, residual, decay, candidate)
+    settings = (bits, affine, scale, stochastic, seed, stream, step)
+    at = _codes_at(n, block, 8 if affine else 4 >> scale)
+    return _encode_blocks(on, "integers", "lc_int_encode", source, n, block, settings, out, at)
+
+
+def lc_int_decode(
+    on: Any,
+    body: int,
+    n: int,
+    block: int,
+    bits: int,
+    affine: int,
+    scale: int,
+    out: int,
+    add: int,
+    weight: float,
+    threads: int,
+) -> int:
+    rest = (n, block, bits, affine, scale, _codes_at(n, block, 8 if affine else 4 >> scale))
+    return _decode(on, "integers", "lc_int_decode", body, Sink.one(out, bool(add), weight), rest)
+
+
+def lc_float8_encode(
+    on: Any,
+    x: int,
+    dtype: int,
+    residual: int | None,
+    decay: float,
+    candidate: int | None,
+    n: int,
+    block: int,
+    e5m2: int,
+    out: int,
+    threads: int,
+) -> int:
+    source = (x, dtype, None, residual, decay, candidate)
+    at = _codes_at(n, block, 4)
+    return _encode_blocks(on, "float8", "lc_float8_encode", source, n, block, (e5m2,), out, at)
+
+
+def lc_float8_decode(
+    on: Any, body: int, n: int, block: int, e5m2: int, out: int, add: int, weight: float, threads: int
+) -> int:
+    rest = (n, block, e5m2, _codes_at(n, block, 4))
+    return _decode(on, "float8", "lc_float8_decode", body, Sink.one(out, bool(add), weight), rest)
+
+
+def lc_e3m0_encode(
+    on: Any,
+    x: int,
+    dtype: int,
+    residual: int | None,
+    decay: float,
+    candidate: int | None,
+    n: int,
+    block: int,
+    pow2: int,
+    stochastic: int,
+    seed: int,
+    stream: int,
+    step: int,
+    out: int,
+    threads: int,
+) -> int:
+    source = (x, dtype, None, residual, decay, candidate)
+    settings, at = (pow2, stochastic, seed, stream, step), _codes_at(n, block, 1 if pow2 else 4)
+    return _encode_blocks(on, "e3m0", "lc_e3m0_encode", source, n, block, settings, out, at)
+
+
+def lc_e3m0_decode(
+    on: Any, body: int, n: int, block: int, pow2: int, out: int, add: int, weight: float, threads: int
+) -> int:
+    rest = (n, block, pow2, _codes_at(n, block, 1 if pow2 else 4))
+    return _decode(on, "e3m0", "lc_e3m0_decode", body, Sink.one(out, bool(add), weight), rest)
+
+
+def _codes_at(n: int, block: int, scale_bytes: int) -> int:
+    return (-(-n // block) * scale_bytes + 3) // 4 * 4
+
+
+def _encode_blocks(
+    on: Any,
+    file: str,
+    kernel: str,
+    source: tuple[Any, ...],
+    n: int,
+    block: int,
+    settings: tuple[int, ...],
+    out: int,
+    codes_at: int,
+) -> int:
+    size = _threads(block)
+    rest = (*source, n, block, *settings, out, codes_at)
+    return int(on.flags(lambda flags: on.launch(file, kernel, _blocks(n, size), size, *rest, flags)))
+
+
+def _decode(on: Any, file: str, kernel: str, body: int, sink: Sink, rest: tuple[int, ...]) -> int:
+    """Launch a decoder that has eight elements for each thread; rest begins with n."""
+    on.launch(file, kernel, _blocks(rest[0], _THREADS), _THREADS, body, *sink, *rest)
     return 0
+
+
+# ---- cast.py, which has no CPU kernels
+
+
+def lc_cast_encode(
+    on: Any,
+    x: int,
+    dtype: int,
+    residual: int | None,
+    decay: float,
+    candidate: int | None,
+    n: int,
+    kind: int,
+    out: int,
+) -> int:
+    rest = (x, dtype, None, residual, decay, candidate, n, kind, out)
+    shape = (_blocks(n, _THREADS), _THREADS)
+    return int(on.flags(lambda flags: on.launch("cast", "lc_cast_encode", *shape, *rest, flags)))
+
+
+def lc_cast_decode(on: Any, body: int, out: int, add: int, weight: float, n: int, kind: int) -> int:
+    return _decode(on, "cast", "lc_cast_decode", body, Sink.one(out, bool(add), weight), (n, kind))

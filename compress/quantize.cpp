@@ -1,22 +1,14 @@
 // Block integer quantizers (quantize.py): symmetric and affine, nearest and stochastic, 2 to 16 bits.
 #include "blocks.h"
+#include "integers.cuh"
 #include "philox.h"
 
 #include <cmath>
 
 namespace {
 
-enum { SCALE_F32 = 0, SCALE_BF16 = 1, SCALE_POW2 = 2 };
-
-constexpr float AFFINE_LIMIT = 8.507059173023462e37f;  // 2^126: the range of a block must not overflow
-
-constexpr int highest_code(int bits, bool affine) { return (1 << (affine ? bits : bits - 1)) - 1; }
-
 struct IntFormat {
-  // code = round((x - low) * inverse); value = low + code * step
-  struct Grid {
-    float low, step, inverse;
-  };
+  using Grid = LcIntGrid;
   int bits;
   bool affine;
   int scale;
@@ -26,47 +18,33 @@ struct IntFormat {
   uint32_t words[4];
   int64_t words_at;
 
-  int scale_bytes() const { return affine ? 8 : scale == SCALE_F32 ? 4 : scale == SCALE_BF16 ? 2 : 1; }
+  int scale_bytes() const { return affine ? 8 : scale == LC_SCALE_F32 ? 4 : scale == LC_SCALE_BF16 ? 2 : 1; }
 
   int adjust(float* p, int count) const {
     if (!affine) return 0;
     int flags = 0;
     for (int i = 0; i < count; ++i)
-      if (!(fabsf(p[i]) <= AFFINE_LIMIT)) p[i] = p[i] < 0 ? -AFFINE_LIMIT : AFFINE_LIMIT, flags = LC_SATURATED;
+      if (!(fabsf(p[i]) <= LC_AFFINE_LIMIT)) p[i] = lc_int_clip(p[i]), flags = LC_SATURATED;
     return flags;
   }
 
   Grid grid(const float* p, int count) const {
     if (!affine) return symmetric_grid(lc_absmax(p, count));
-    float low = AFFINE_LIMIT, high = -AFFINE_LIMIT;
+    float low = LC_AFFINE_LIMIT, high = -LC_AFFINE_LIMIT;
     for (int i = 0; i < count; ++i) low = p[i] < low ? p[i] : low, high = p[i] > high ? p[i] : high;
     return affine_grid(low, high);
   }
 
-  Grid symmetric_grid(float absmax) const {
-    if (!(absmax >= LC_TINY)) return {0.0f, 0.0f, 0.0f};
-    const float levels = (float)highest_code(bits, false), exact = lc_block_scale(absmax, levels);
-    if (scale == SCALE_F32) return {0.0f, exact, levels / absmax};
-    // the next representable scale up, unless the largest code would then overflow
-    const int shift = scale == SCALE_BF16 ? 16 : 23;
-    const uint32_t code = scale == SCALE_BF16 ? lc_bf16_up(exact) : lc_pow2_up(exact);
-    const float rounded = lc_float((lc_finite(lc_float(code << shift) * levels) ? code : code - 1) << shift);
-    return {0.0f, rounded, 1.0f / rounded};
-  }
-
-  Grid affine_grid(float low, float high) const {
-    const float levels = (float)highest_code(bits, true), range = high - low;
-    low = low + 0.0f;  // turns -0 into +0
-    return range >= LC_TINY ? Grid{low, range / levels, levels / range} : Grid{low, 0.0f, 0.0f};
-  }
+  Grid symmetric_grid(float absmax) const { return lc_int_symmetric_grid(absmax, bits, scale); }
+  Grid affine_grid(float low, float high) const { return lc_int_affine_grid(low, high, bits); }
 
   void store(uint8_t* at, const Grid& grid) const {
     const uint32_t word = lc_bits(grid.step);
     const uint16_t half = (uint16_t)(word >> 16);
     if (affine) memcpy(at, &grid, 8);
-    if (!affine && scale == SCALE_F32) memcpy(at, &word, 4);
-    if (!affine && scale == SCALE_BF16) memcpy(at, &half, 2);
-    if (!affine && scale == SCALE_POW2) *at = (uint8_t)(word >> 23);
+    if (!affine && scale == LC_SCALE_F32) memcpy(at, &word, 4);
+    if (!affine && scale == LC_SCALE_BF16) memcpy(at, &half, 2);
+    if (!affine && scale == LC_SCALE_POW2) *at = (uint8_t)(word >> 23);
   }
 
   Grid load(const uint8_t* at) const { return load(at, affine, scale); }
@@ -75,17 +53,15 @@ struct IntFormat {
     Grid grid = {0.0f, 0.0f, 0.0f};
     uint16_t half;
     if (affine) memcpy(&grid, at, 8);
-    if (!affine && scale == SCALE_F32) memcpy(&grid.step, at, 4);
-    if (!affine && scale == SCALE_BF16) memcpy(&half, at, 2), grid.step = lc_bf16_to_f32(half);
-    if (!affine && scale == SCALE_POW2) grid.step = lc_float((uint32_t)*at << 23);
+    if (!affine && scale == LC_SCALE_F32) memcpy(&grid.step, at, 4);
+    if (!affine && scale == LC_SCALE_BF16) memcpy(&half, at, 2), grid.step = lc_bf16_to_f32(half);
+    if (!affine && scale == LC_SCALE_POW2) grid.step = lc_float((uint32_t)*at << 23);
     return grid;
   }
 
   uint32_t code(const Grid& grid, float x, int64_t i) {
-    const float y = (affine ? x - grid.low : x) * grid.inverse;
-    const float rounded = stochastic ? floorf(y + uniform(i)) : nearbyintf(y);
-    const float highest = (float)highest_code(bits, affine), lowest = affine ? 0.0f : -highest;
-    return (uint32_t)(int)(rounded < lowest ? lowest : rounded > highest ? highest : rounded);
+    const float y = lc_int_scaled(grid, x, affine);
+    return lc_int_code(stochastic ? floorf(y + uniform(i)) : nearbyintf(y), bits, affine);
   }
 
   float uniform(int64_t i) {
@@ -93,11 +69,7 @@ struct IntFormat {
     return lc_uniform(words[i % 4]);
   }
 
-  float value(const Grid& grid, uint32_t code) const {
-    const int number = affine ? (int)code : (int)(code << (32 - bits)) >> (32 - bits);
-    const float scaled = (float)number * grid.step;
-    return affine ? grid.low + scaled : scaled;
-  }
+  float value(const Grid& grid, uint32_t code) const { return lc_int_value(grid, code, bits, affine); }
 };
 
 #ifdef LC_X86
@@ -111,12 +83,12 @@ struct IntEncoder {
 
   // The noise, or a scale in another format, can carry a code out of the range.
   LC_AVX2 explicit IntEncoder(const IntFormat& format)
-      : portable(format), clamped(stochastic || format.scale != SCALE_F32), noise(format.seed, format.stream, format.step) {}
+      : portable(format), clamped(stochastic || format.scale != LC_SCALE_F32), noise(format.seed, format.stream, format.step) {}
 
   LC_AVX2 bool scale(const LcBlockTask& task, LcSegment& s, const float* p) const {
     if (affine) return affine_scale(task, s, p);
-    if (portable.scale == SCALE_F32) {
-      lc_scales_avx2(s, (float)highest_code(bits, false));
+    if (portable.scale == LC_SCALE_F32) {
+      lc_scales_avx2(s, (float)lc_int_highest(bits, false));
       memcpy(task.body.scale_of(s.first), s.step, 4 * (size_t)s.blocks);
       return true;
     }
@@ -126,7 +98,7 @@ struct IntEncoder {
 
   LC_AVX2 bool affine_scale(const LcBlockTask& task, LcSegment& s, const float* p) const {
     for (int64_t b = 0; b < s.blocks; ++b, p += task.body.block) {
-      if (s.absmax[b] > lc_bits(AFFINE_LIMIT)) return false;
+      if (s.absmax[b] > lc_bits(LC_AFFINE_LIMIT)) return false;
       __m256 lows = _mm256_loadu_ps(p), highs = lows;
       for (int64_t i = 8; i < task.body.block; i += 8) {
         lows = _mm256_min_ps(lows, _mm256_loadu_ps(p + i));
@@ -148,7 +120,7 @@ struct IntEncoder {
   LC_AVX2_MEMBER void encode(const LcBlockTask& task, LcSegment& s, const float* p, int64_t b) const {
     const __m256 lowest_value = _mm256_set1_ps(s.low[b]), scale = _mm256_set1_ps(s.step[b]);
     const __m256 inverse = _mm256_set1_ps(s.inverse[b]);
-    const float top = (float)highest_code(bits, affine);
+    const float top = (float)lc_int_highest(bits, affine);
     const __m256 highest = _mm256_set1_ps(top), lowest = _mm256_set1_ps(affine ? 0.0f : -top);
     const int64_t block = task.body.block, at = b * block, begin = s.first * block + at;
     for (int64_t i = 0; i < block; i += 64) {
@@ -177,10 +149,10 @@ struct IntEncoder {
   LC_AVX2_MEMBER __m256i pack(const __m256i q[4]) const {
     const __m256i a = _mm256_packs_epi32(q[0], q[1]), b = _mm256_packs_epi32(q[2], q[3]);
     const __m256i bytes = affine ? _mm256_packus_epi16(a, b) : _mm256_packs_epi16(a, b);
-    const __m256i highest = _mm256_set1_epi8((char)highest_code(bits, affine));
+    const __m256i highest = _mm256_set1_epi8((char)lc_int_highest(bits, affine));
     if (!clamped) return bytes;
     if (affine) return _mm256_min_epu8(bytes, highest);
-    return _mm256_min_epi8(_mm256_max_epi8(bytes, _mm256_set1_epi8((char)-highest_code(bits, false))), highest);
+    return _mm256_min_epi8(_mm256_max_epi8(bytes, _mm256_set1_epi8((char)-lc_int_highest(bits, false))), highest);
   }
 };
 

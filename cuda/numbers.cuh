@@ -131,7 +131,27 @@ LC_FN unsigned char lc_pow2_up(float scale) {  // exponent byte (bias 127) of th
   return (unsigned char)((lc_bits(scale) + 0x7FFFFFu) >> 23);
 }
 
+// ---- float8 with the largest number `largest` of a format
+
+LC_FN float lc_float8_largest(int e5m2) { return e5m2 ? 57344.0f : 448.0f; }
+
+// inverse: largest / absmax, or 0 in a block of zeros, whose codes are 0 also for -0.
+LC_FN unsigned int lc_float8_code(float x, float inverse, int e5m2) {
+  if (inverse == 0.0f) return 0;
+  return e5m2 ? lc_f32_to_e5m2(x * inverse) : lc_f32_to_e4m3(x * inverse);
+}
+
+LC_FN float lc_float8_value(unsigned int code, int e5m2) {
+  return e5m2 ? lc_e5m2_to_f32((unsigned char)code) : lc_e4m3_to_f32((unsigned char)code);
+}
+
 // ---- E3M0: sign | code c; magnitude 2^(c-7) times the scale s, or 0 for c = 0
+
+LC_FN float lc_e3m0_scale(float absmax, int pow2) {
+  if (!(absmax >= LC_TINY)) return 0.0f;
+  const unsigned int up = lc_pow2_up(absmax);
+  return pow2 ? lc_float((up < 255 ? up : 254u) << 23) : absmax;
+}
 
 // Smallest |x| for which fl(|x| / s) >= 0.75. Above it times 2^-k the code is at least 7 - k, for k up to 5; so codes
 // can be found without a division.

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from lowcomm.compress import gpu, launches, nvrtc
+from lowcomm.compress import gpu, kernels, launches, nvrtc
 from torch import Tensor
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
@@ -112,20 +112,21 @@ def emulated(emulator: Emulator) -> Iterator[Emulator]:
     def takes(*tensors: Tensor, cuda: bool = False) -> bool:
         return cuda and all(tensor.is_contiguous() for tensor in tensors)
 
+    def takes_cuda(*tensors: Tensor) -> bool:
+        return takes(*tensors, cuda=True)
+
     def kernel(name: str, arguments: str, tensor: Tensor | None = None) -> Any:
         assert tensor is not None, f"{name} was asked for without saying for which device"
         return partial(getattr(launches, name), emulator)
 
-    from lowcomm.compress import kernels
-
-    originals = (kernels.runs_on_kernels, kernels.kernel)
-    patches = []
-    for module in [m for name, m in sys.modules.items() if name.startswith("lowcomm.compress.")]:
-        for attribute, original, replacement in zip(
-            ("runs_on_kernels", "kernel"), originals, (takes, kernel), strict=True
-        ):
-            if getattr(module, attribute, None) is original:
-                patches.append(patch.object(module, attribute, replacement))
+    replacements = {"runs_on_kernels": takes, "runs_on_cuda": takes_cuda, "kernel": kernel}
+    modules = [module for name, module in sys.modules.items() if name.startswith("lowcomm.compress.")]
+    patches = [
+        patch.object(module, name, replacement)
+        for module in modules
+        for name, replacement in replacements.items()
+        if getattr(module, name, None) is getattr(kernels, name)
+    ]
     for one in patches:
         one.start()
     try:

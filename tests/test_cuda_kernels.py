@@ -8,7 +8,7 @@ import pytest
 import torch
 from codec_checks import adversarial, decode, encode, gaussian, results
 from cuda_emulator import ORDERS, Emulator, Guarded, compiler, emulated
-from lowcomm.compress import Codec, Sign, use_kernel_level
+from lowcomm.compress import E3M0, Cast, Codec, Float8, Int, Int2, Int4, Int8, Sign, use_kernel_level
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not shutil.which(compiler()), reason="needs a C++ compiler")
@@ -93,3 +93,40 @@ def test_sign_tails() -> None:
             expected = encode(Sign(block=16), gaussian(n))[0]
         with emulated(EMULATORS["backward"]):
             assert torch.equal(encode(Sign(block=16), gaussian(n))[0], expected)
+
+
+BLOCK_CODECS = (
+    Int8(),
+    Int4(),
+    Int2(block=16),
+    Int8(rounding="stochastic", seed=2**40 + 1),
+    Int4(rounding="stochastic"),
+    Int2(rounding="stochastic"),
+    Int8(scale="bf16"),
+    Int4(scale="pow2", rounding="stochastic"),
+    Int4(affine=True),
+    Int8(affine=True, rounding="stochastic"),
+    Int(bits=2, affine=True),
+    Float8("e4m3"),
+    Float8("e5m2"),
+    E3M0(),
+    E3M0(scale="pow2"),
+    E3M0(rounding="stochastic"),
+)
+
+
+@pytest.mark.parametrize("codec", BLOCK_CODECS, ids=lambda codec: codec.config)
+def test_block_quantizers(codec: Codec) -> None:
+    check(codec, (3 * 256 + 77, 1, 9))
+
+
+def test_sizes_of_blocks() -> None:
+    for block in (8, 16, 32, 64, 128, 512, 1024, 2048, 4096):
+        for codec in (Int4(block=block), Int8(affine=True, block=block), E3M0(block), Float8(block=block)):
+            assert_same(codec, gaussian(2 * block + block // 2 + 3), EMULATORS["shuffled"])
+
+
+@pytest.mark.parametrize("format", ["f32", "bf16", "fp16"])
+def test_cast(format: str) -> None:
+    check(Cast(format), (2048 + 77, 1, 8))
+    assert_same(Cast(format), torch.tensor([65504.0, 65519.9, 65520.0, -7e4, 3.39e38, 3.4e38]), EMULATORS["forward"])
