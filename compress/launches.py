@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["takes_block"]
+__all__ = ["takes_block", "takes_ternary"]
 
 _THREADS = 256
 
@@ -40,6 +40,10 @@ class Sink(tuple[Any, ...]):
     def one(cls, out: int, add: bool, weight: float) -> Sink:
         """out = decoded, or out += weight * decoded."""
         return cls((0, 1, None, weight, 1.0, add, out, None, None, 0.0, 0.0, 0))
+
+    @property
+    def adds(self) -> bool:
+        return bool(self[5])
 
 
 # ---- sign.py
@@ -238,3 +242,102 @@ def lc_cast_encode(
 
 def lc_cast_decode(on: Any, body: int, out: int, add: int, weight: float, n: int, kind: int) -> int:
     return _decode(on, "cast", "lc_cast_decode", body, Sink.one(out, bool(add), weight), (n, kind))
+
+
+# ---- ternary.py
+
+
+def takes_ternary(block: int, two_bit: bool) -> bool:
+    """Whether the kernels of `Ternary` take these settings."""
+    return takes_block(block, most=8192 if two_bit else 1024)
+
+
+def lc_ternary_encode(
+    on: Any, x: int, dtype: int, scales: int, codes: int, n: int, block: int, two_bit: int, threads: int
+) -> int:
+    return _ternary(on, (x, dtype, None, None, 1.0, None), scales, codes, n, block, two_bit)
+
+
+def lc_ternary_stochastic(
+    on: Any, x: int, dtype: int, scales: int, codes: int, n: int, block: int, two_bit: int, threads: int, *noise: Any
+) -> int:
+    return _ternary(on, (x, dtype, None, None, 1.0, None), scales, codes, n, block, two_bit, 1, *noise)
+
+
+def lc_ternary_feedback(
+    on: Any,
+    x: int,
+    residual: int,
+    candidate: int,
+    decay: float,
+    scales: int,
+    codes: int,
+    n: int,
+    block: int,
+    two_bit: int,
+    threads: int,
+) -> int:
+    return _ternary(on, (x, 0, None, residual, decay, candidate), scales, codes, n, block, two_bit)
+
+
+def lc_ternary_stochastic_feedback(
+    on: Any,
+    x: int,
+    residual: int,
+    candidate: int,
+    decay: float,
+    scales: int,
+    codes: int,
+    n: int,
+    block: int,
+    two_bit: int,
+    threads: int,
+    *noise: Any,
+) -> int:
+    return _ternary(on, (x, 0, None, residual, decay, candidate), scales, codes, n, block, two_bit, 1, *noise)
+
+
+def _ternary(
+    on: Any,
+    source: tuple[Any, ...],
+    scales: int,
+    codes: int,
+    n: int,
+    block: int,
+    two_bit: int,
+    stochastic: int = 0,
+    clip: float = 0.0,
+    shared_scale: float = 0.0,
+    seed: int = 0,
+    stream: int = 0,
+    step: int = 0,
+) -> int:
+    # base 3: whole bytes of five elements, whole warps and whole blocks in a thread block
+    size = _threads(block) if two_bit else max(320, 5 * block // 8)
+    space = 32 * size if block > 256 else 0 if two_bit else 8 * size
+    rest = (*source, n, block, two_bit, stochastic, clip, shared_scale, seed, stream, step, scales, codes)
+    shape = (_blocks(n, size), size)
+    return int(on.flags(lambda flags: on.launch("ternary", "lc_ternary_encode", *shape, *rest, flags, shared=space)))
+
+
+def lc_ternary_decode(
+    on: Any, scales: int, codes: int, out: int, n: int, block: int, two_bit: int, threads: int
+) -> int:
+    return _ternary_decode(on, scales, codes, Sink.one(out, False, 1.0), n, block, two_bit)
+
+
+def lc_ternary_decode_add(
+    on: Any, scales: int, codes: int, acc: int, weight: float, n: int, block: int, two_bit: int, threads: int
+) -> int:
+    return _ternary_decode(on, scales, codes, Sink.one(acc, True, weight), n, block, two_bit)
+
+
+def _ternary_decode(on: Any, scales: int, codes: int, sink: Sink, n: int, block: int, two_bit: int) -> int:
+    shape, rest = (_blocks(n, _THREADS), _THREADS), (n, block, two_bit, codes - scales)
+
+    def run(flags: int) -> None:
+        if sink.adds:
+            on.launch("ternary", "lc_ternary_check", *shape, codes, n, two_bit, flags)
+        on.launch("ternary", "lc_ternary_decode", *shape, scales, *sink, *rest, flags)
+
+    return int(on.flags(run))

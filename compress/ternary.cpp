@@ -5,6 +5,7 @@
 #include "input.h"
 #include "philox.h"
 #include "ranges.h"
+#include "ternary.cuh"
 #include "vectors.h"
 
 namespace {
@@ -54,12 +55,12 @@ void set_trit(Bits& bits, int64_t i, bool negative) {
 float choose_deterministic(const float* q, int64_t m, Bits& bits, int64_t at) {
   float scratch[MAX_BLOCK / 2];
   const float total = lc_tree_sum([q](int64_t i) { return std::fabs(q[i]); }, m, scratch);
-  const float threshold = 0.75f * (total / (float)m);
+  const float threshold = lc_ternary_threshold(total, (float)m);
   int64_t kept = 0;
   for (int64_t i = 0; i < m; ++i)
     if (std::fabs(q[i]) > threshold) set_trit(bits, at + i, q[i] < 0), ++kept;
   const auto kept_only = [=](int64_t i) { return std::fabs(q[i]) > threshold ? std::fabs(q[i]) : 0.0f; };
-  return lc_tree_sum(kept_only, m, scratch) / (float)(kept > 1 ? kept : 1);
+  return lc_ternary_mean(lc_tree_sum(kept_only, m, scratch), (uint32_t)kept);
 }
 
 // Clamp to +-clip standard deviations.
@@ -68,8 +69,8 @@ void clip_block(const float* p, int64_t m, float clip, float absmax, float* out)
   const float factor = lc_range_factor(absmax);
   const float mean = lc_tree_sum([=](int64_t i) { return factor * p[i]; }, m, scratch) / (float)m;
   const auto square = [=](int64_t i) { return (factor * p[i] - mean) * (factor * p[i] - mean); };
-  const float limit = clip * std::sqrt(lc_tree_sum(square, m, scratch) / (float)m) / factor;
-  for (int64_t i = 0; i < m; ++i) out[i] = p[i] > limit ? limit : p[i] < -limit ? -limit : p[i];
+  const float limit = lc_ternary_limit(clip, lc_tree_sum(square, m, scratch), (float)m, factor);
+  for (int64_t i = 0; i < m; ++i) out[i] = lc_ternary_clip(p[i], limit);
 }
 
 void choose_stochastic(const float* p, int64_t m, int64_t first, float scale, const Rule& rule, Bits& bits,
@@ -147,11 +148,11 @@ LC_AVX2 int64_t popcount(const uint8_t* bits, int64_t block) {
 
 // Mean of the kept magnitudes of a block whose magnitudes sum to `total`.
 LC_AVX2 float keep_avx2(const float* q, int64_t block, float total, Bits& bits, int64_t at, float* threshold) {
-  *threshold = 0.75f * (total / (float)block);
+  *threshold = lc_ternary_threshold(total, (float)block);
   uint8_t *kept = bits.kept + at / 8, *negative = bits.negative + at / 8;
   const float sum = lc_block_sum_avx2(Kept{q, *threshold, kept, negative}, block);
   const int64_t count = popcount(kept, block);
-  return sum / (float)(count > 1 ? count : 1);
+  return lc_ternary_mean(sum, (uint32_t)count);
 }
 
 LC_AVX2 float sum_avx2(const float* p, int64_t block) { return lc_block_sum_avx2(Magnitudes{p}, block); }
@@ -207,7 +208,7 @@ int encode_stochastic(const float* p, int64_t m, int64_t block, int64_t first, c
     lc_survey(clipped, m, &absmax);
     p = clipped;
   }
-  *scale = !(absmax >= LC_TINY) ? 0.0f : rule.shared_scale > 0 ? rule.shared_scale : absmax;
+  *scale = lc_ternary_scale(absmax, rule.shared_scale);
   if (*scale == 0) return 0;
 #ifdef LC_X86
   if (fast(m, block))
@@ -476,7 +477,7 @@ void decode_portable(const Layout& from, int64_t begin, int64_t end, float weigh
   for (int64_t i = begin; i < end; ++i) {
     const int trit = from.two_bit ? from.codes[i / 4] >> (2 * (i % 4)) & 3 : base3.digits[from.codes[i / 5]][i % 5];
     const float s = lc_load_float(from.scale_at(i));
-    float v = trit == 0 ? 0.0f : trit == 1 ? s : -s;
+    float v = lc_ternary_value((uint32_t)trit, s);
     if (weight != 1) v *= weight;
     out[i] = use == ADD ? out[i] + v : v;
   }

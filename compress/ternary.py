@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
+from .launches import takes_ternary
 from .packing import as_blocks, pack_base3, pack_bits, tree_sum, unpack_base3, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import exact_sqrt, finite_part, range_factor
@@ -97,29 +98,29 @@ class Ternary(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if not runs_on_kernels(x, out):
+        if not runs_on_kernels(x, out, cuda=self._on_cuda):
             return self._encode_torch(x, out, step, rank, bucket)
         source = (x.data_ptr(), dtype_code(x.dtype), *self._sections(out, x.numel()), *self._shape(x))
         if self.mode == "deterministic":
-            return int(kernel("lc_ternary_encode", "pippllii")(*source))
-        return int(kernel("lc_ternary_stochastic", "pippllii" + "ffuww")(*source, *self._noise(step, rank, bucket)))
+            return int(kernel("lc_ternary_encode", "pippllii", x)(*source))
+        return int(kernel("lc_ternary_stochastic", "pippllii" + "ffuww", x)(*source, *self._noise(step, rank, bucket)))
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if not runs_on_kernels(body, out):
+        if not runs_on_kernels(body, out, cuda=self._on_cuda):
             self._decode_torch(body, out)
             return
-        call = kernel("lc_ternary_decode", "pppllii")
+        call = kernel("lc_ternary_decode", "pppllii", out)
         check_codes(call(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out)))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
-        if not runs_on_kernels(body, acc):
+        if not runs_on_kernels(body, acc, cuda=self._on_cuda):
             super().decode_add(body, acc, weight)
             return
-        call = kernel("lc_ternary_decode_add", "pppfllii")
+        call = kernel("lc_ternary_decode_add", "pppfllii", acc)
         check_codes(call(*self._sections(body, acc.numel()), acc.data_ptr(), weight, *self._shape(acc)))
 
     def encode_feedback(
@@ -134,7 +135,7 @@ class Ternary(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
-        if not runs_on_kernels(x, residual, candidate, out):
+        if not runs_on_kernels(x, residual, candidate, out, cuda=self._on_cuda):
             return super().encode_feedback(
                 x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket
             )
@@ -142,8 +143,8 @@ class Ternary(Codec):
         buffers = (x.data_ptr(), residual.data_ptr(), candidate.data_ptr(), decay)
         source = (*buffers, *self._sections(out, x.numel()), *self._shape(x))
         if self.mode == "deterministic":
-            return int(kernel("lc_ternary_feedback", "pppfppllii")(*source))
-        call = kernel("lc_ternary_stochastic_feedback", "pppfppllii" + "ffuww")
+            return int(kernel("lc_ternary_feedback", "pppfppllii", x)(*source))
+        call = kernel("lc_ternary_stochastic_feedback", "pppfppllii" + "ffuww", x)
         return int(call(*source, *self._noise(step, rank, bucket)))
 
     def delta(self, n: int) -> float | None:
@@ -151,6 +152,10 @@ class Ternary(Codec):
 
     def omega(self, n: int) -> float | None:
         return math.sqrt(min(self.block, n)) - 1 if self.unbiased and self.shared_scale is None and n else None
+
+    @property
+    def _on_cuda(self) -> bool:
+        return takes_ternary(self.block, self.packing == "2bit")
 
     def _code_bytes(self, n: int) -> int:
         return -(-n // 5) if self.packing == "base3" else -(-n // 4)

@@ -11,6 +11,7 @@
 #ifndef LC_BLOCKS_CUH
 #define LC_BLOCKS_CUH
 #include "device.cuh"
+#include "integers.cuh"
 
 template <class Format>
 LC_DEVICE void lc_encode_blocks(const Format& format, const LcSource& source, float* candidate, int block, u8* body,
@@ -72,15 +73,6 @@ LC_DEVICE void lc_store_scale(u8* at, float scale, int format) {
 LC_DEVICE float lc_load_scale(const u8* at, int format) {
   if (format == LC_SCALE_F32) return lc_load_float(at);
   return lc_float(format == LC_SCALE_BF16 ? (u32)lc_load_bytes(at, 2) << 16 : (u32)*at << 23);
-}
-
-// Uniform noise of elements first .. first + 7.
-LC_DEVICE void lc_noise8(i64 first, u64 seed, u32 stream, u32 step, float u[8]) {
-  u32 words[8];
-  lc_philox((u64)first / 4, stream, step, seed, words);
-  lc_philox((u64)first / 4 + 1, stream, step, seed, words + 4);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) u[j] = lc_uniform(words[j]);
 }
 
 #endif

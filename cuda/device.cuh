@@ -8,6 +8,7 @@
 #ifndef LC_DEVICE_CUH
 #define LC_DEVICE_CUH
 #include "numbers.cuh"
+#include "philox.cuh"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -117,6 +118,15 @@ LC_DEVICE LcEight lc_take8(const LcSource& s, i64 first) {
 
 LC_DEVICE void lc_report(u32* flags, u32 found) {
   if (found) atomicOr(flags, found);
+}
+
+// Uniform noise of elements first .. first + 7.
+LC_DEVICE void lc_noise8(i64 first, u64 seed, u32 stream, u32 step, float u[8]) {
+  u32 words[8];
+  lc_philox((u64)first / 4, stream, step, seed, words);
+  lc_philox((u64)first / 4 + 1, stream, step, seed, words + 4);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) u[j] = lc_uniform(words[j]);
 }
 
 // ---- eight elements out

@@ -1,6 +1,4 @@
 // Kernels of e3m0.py: sign and power of two of every element. Blocks: powers of two from 8 to 8192.
-#include "integers.cuh"
-#include "philox.cuh"
 #include "blocks.cuh"
 
 template <bool STOCHASTIC>

@@ -1,6 +1,4 @@
 // Kernels of float8.py: e4m3 and e5m2 with a scale per block. Blocks: powers of two from 8 to 8192.
-#include "integers.cuh"
-#include "philox.cuh"
 #include "blocks.cuh"
 
 struct Float8Format {

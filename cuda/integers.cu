@@ -1,6 +1,4 @@
 // Kernels of quantize.py: block integers of 2, 4 or 8 bits. Blocks: powers of two from 8 to 8192.
-#include "integers.cuh"
-#include "philox.cuh"
 #include "blocks.cuh"
 
 template <int WIDTH, bool STOCHASTIC>

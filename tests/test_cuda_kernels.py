@@ -8,7 +8,7 @@ import pytest
 import torch
 from codec_checks import adversarial, decode, encode, gaussian, results
 from cuda_emulator import ORDERS, Emulator, Guarded, compiler, emulated
-from lowcomm.compress import E3M0, Cast, Codec, Float8, Int, Int2, Int4, Int8, Sign, use_kernel_level
+from lowcomm.compress import E3M0, Cast, Codec, Float8, Int, Int2, Int4, Int8, Sign, Ternary, use_kernel_level
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not shutil.which(compiler()), reason="needs a C++ compiler")
@@ -130,3 +130,38 @@ def test_sizes_of_blocks() -> None:
 def test_cast(format: str) -> None:
     check(Cast(format), (2048 + 77, 1, 8))
     assert_same(Cast(format), torch.tensor([65504.0, 65519.9, 65520.0, -7e4, 3.39e38, 3.4e38]), EMULATORS["forward"])
+
+
+TERNARY_CODECS = (
+    Ternary(),
+    Ternary(packing="2bit"),
+    Ternary("stochastic", clip=2.5, seed=2**40),
+    Ternary("stochastic", packing="2bit", shared_scale=1.5),
+)
+
+
+@pytest.mark.parametrize("codec", TERNARY_CODECS, ids=lambda codec: codec.config)
+def test_ternary(codec: Ternary) -> None:
+    check(codec, (2560 + 256 + 77, 1, 4, 5, 1281))
+
+
+def test_ternary_blocks() -> None:
+    for block in (8, 16, 32, 64, 128, 512, 1024, 2048, 8192):
+        for codec in (
+            Ternary(block=block),
+            Ternary(packing="2bit", block=block),
+            Ternary("stochastic", "base3", block, 2.5),
+        ):
+            assert_same(codec, gaussian(6 * block + block // 2 + 3), EMULATORS["shuffled"])
+
+
+def test_ternary_refuses_damage() -> None:
+    for codec, bad in ((Ternary(block=8), 243), (Ternary(packing="2bit", block=8), 0x30)):
+        body, acc = encode(codec, gaussian(40))[0], torch.ones(40)
+        body[-5] = bad
+        with emulated(EMULATORS["forward"]):
+            with pytest.raises(ValueError, match="not ternary"):
+                codec.decode(body, torch.empty(40))
+            with pytest.raises(ValueError, match="not ternary"):
+                codec.decode_add(body, acc)
+        assert torch.equal(acc, torch.ones(40))
