@@ -30,8 +30,8 @@ class RandomK(Codec):
     Body: k float32. No indices are sent, and since all ranks keep the same positions, bodies are summed as float
     vectors by an ordinary all-reduce.
 
-    Guarantee, over the draw: unbiased with omega = n/k - 1, or contractive with delta = k/n. The permutation and the
-    strata draw without repetition, on which both bounds rest.
+    Guarantee, over the draw: unbiased with omega = n/k - 1 (stratified: rounded up), or contractive with delta = k/n.
+    The permutation and the strata draw without repetition, on which both bounds rest.
 
     Args:
         density: k/n, in (0, 1]; k is rounded and at least 1.
@@ -118,7 +118,10 @@ class RandomK(Codec):
         return None  # k/n holds on average over the draw, not for a single one
 
     def omega(self, n: int) -> float | None:
-        return n / self.kept(n) - 1 if not self.contractive and n else None
+        if self.contractive or not n:
+            return None
+        k = self.kept(n)
+        return -(-n // k) - 1 if self.method == "stratified" else n / k - 1
 
 
 def _strata(n: int, k: int, device: torch.device | str) -> tuple[Tensor, Tensor]:

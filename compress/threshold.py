@@ -141,11 +141,12 @@ class Threshold(_Listed):
 class SampledTopK(_Listed):
     """About the density * n largest entries of the whole vector, without sorting it: the selection of DGC.
 
-    The threshold is the one that a strided sample suggests. Where fewer than 0.8 K entries reach it, K = ceil(density n),
-    it is lowered by a fifth, up to ten times; where more than K do, the K largest of them are sent. Zeros are never sent.
+    The threshold is the one that a strided sample suggests. Where fewer than 0.8 K entries reach it, K being
+    ceil(density n), it is lowered by a fifth, up to ten times; where more than K do, the K largest of them are sent.
+    Zeros are never sent.
 
-    64 bits for each of K entries, and 32 for their number. `delta` is None: the sample decides how much is kept, close to
-    K entries on most data. Use it with `DGC`, or with error feedback. `TopK` selects exactly, at less than 0.2 bit.
+    64 bits for each of K entries, and 32 for their number. `delta` is None: the sample decides how much is kept, close
+    to K entries on most data. Use it with `DGC`, or with error feedback. `TopK` selects exactly, in fewer bits.
 
     Args:
         density: K / n, in (0, 1]. Default 0.001.
@@ -340,7 +341,10 @@ def _read(body: Tensor, n: int) -> tuple[Tensor, Tensor]:
     return positions, values
 
 
-_DAMAGED = "the count must fit the body, positions must ascend within the vector and values must be finite; the body is damaged"
+_DAMAGED = (
+    "the count must fit the body, positions must ascend within the vector and values must be finite; "
+    "the body is damaged"
+)
 
 
 def _read_on_kernels(body: Tensor, out: Tensor, *, add: bool, weight: float) -> None:

@@ -40,16 +40,17 @@ def test_positions_differ_and_depend_on_round_and_bucket_only(method: str) -> No
 def test_bounds_hold_on_average(method: str) -> None:
     x = gaussian(40, 2)
     plain, scaled = RandomK(0.25, method=method), RandomK(0.25, contractive=False, method=method)
-    kept = torch.stack([round_trip(plain, x, step=step) for step in range(4000)]).double()
+    kept = torch.stack([round_trip(plain, x, step=step) for step in range(800)]).double()
     lost = (kept - x).square().sum(1).mean() / x.double().square().sum()
-    assert lost.item() == pytest.approx(0.75, abs=0.02)
-    draws = torch.stack([round_trip(scaled, x, step=step) for step in range(4000)]).double()
+    assert lost.item() == pytest.approx(0.75, abs=0.03)
+    assert torch.equal(round_trip(scaled, x, step=5), 4 * kept[5].float())
+    draws = 4 * kept
     error = (draws.mean(0) - x).abs()
-    assert bool((error <= 5 * draws.std(0) / 63 + 1e-6).all())
+    assert bool((error <= 5 * draws.std(0) / 28 + 1e-6).all())
     variance = (draws - x).square().sum(1).mean() / x.double().square().sum()
     omega = scaled.omega(40)
     assert omega == 3.0
-    assert variance.item() == pytest.approx(omega, rel=0.1)
+    assert variance.item() == pytest.approx(omega, rel=0.12)
     assert scaled.unbiased and not plain.unbiased
 
 
