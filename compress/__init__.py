@@ -24,6 +24,8 @@ from .feedback import (
     reset_state,
 )
 from .float8 import Float8
+from .fused import decode_outer_step, decode_sum, encode_delta
+from .gpu import late_flags
 from .kernels import available_levels, kernel_level, set_kernel_level, use_kernel_level
 from .policy import Mixed
 from .powersgd import PowerIteration, PowerSGD, effective_rank, orthonormalize
@@ -89,9 +91,12 @@ __all__ = [
     "apply_delta",
     "available_levels",
     "average_state",
+    "decode_outer_step",
+    "decode_sum",
     "decode_support",
     "econtrol_eta",
     "effective_rank",
+    "encode_delta",
     "encode_support",
     "energy_support",
     "fetchsgd_step",
@@ -99,6 +104,7 @@ __all__ = [
     "handover_state",
     "history_support",
     "kernel_level",
+    "late_flags",
     "leader_support",
     "load_bodies",
     "load_tensors",

@@ -12,9 +12,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from . import launches
 from .codec import Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
-from .launches import takes_block
+from .launches import Launcher, Sink, Source
 from .packing import pack_bits, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import finite_part
@@ -29,6 +30,7 @@ class BlockCodec(Codec):
 
     _encode_kernel: ClassVar[tuple[str, str] | None] = None
     _decode_kernel: ClassVar[tuple[str, str] | None] = None
+    _cuda_kernels: ClassVar[str | None] = None  # file in cuda/, and middle of the names lc_..._encode, lc_..._decode
 
     @property
     def bits(self) -> int:
@@ -50,8 +52,18 @@ class BlockCodec(Codec):
 
     @property
     def _on_cuda(self) -> bool:
-        """Whether there are CUDA kernels for these settings."""
-        return self._encode_kernel is not None and self.bits in (2, 4, 8) and takes_block(self.block)
+        return self._cuda_kernels is not None and self.bits in (2, 4, 8) and launches.takes_block(self.block, most=4096)
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        assert self._cuda_kernels is not None
+        settings = (*self._format(), *self._rounding(*place))
+        body = out.data_ptr(), self._codes_at(n)
+        return launches.blocks(on, self._cuda_kernels, source, n, self.block, settings, *body)
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        assert self._cuda_kernels is not None
+        rest = (n, self.block, *self._format(), self._codes_at(n))
+        launches.blocks_decode(on, self._cuda_kernels, body.data_ptr(), sink, rest)
 
     def _format(self) -> tuple[int, ...]:
         """The settings that the kernels need to read a body."""
@@ -69,7 +81,9 @@ class BlockCodec(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out, cuda=self._on_cuda):
+        if launches.runs(self, x, out):
+            return launches.encode(self, x, out, place=(step, rank, bucket))
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, out):
             return self._encode_fast(self._encode_kernel, x, None, 1.0, None, out, (step, rank, bucket))
         u, rounding = None, self._rounding(step, rank, bucket)
         if rounding and rounding[0]:
@@ -93,8 +107,9 @@ class BlockCodec(Codec):
         bucket: int = 0,
     ) -> int:
         check_feedback(self, x, residual, candidate, out)
-        tensors = (x, residual, candidate, out)
-        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(*tensors, cuda=self._on_cuda):
+        if launches.runs(self, x, residual, candidate, out):
+            return launches.encode(self, x, out, residual, candidate, decay, (step, rank, bucket))
+        if self._encode_kernel and self.block <= MAX_KERNEL_BLOCK and runs_on_kernels(x, residual, candidate, out):
             return self._encode_fast(self._encode_kernel, x, residual, decay, candidate, out, (step, rank, bucket))
         return super().encode_feedback(x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket)
 
@@ -108,7 +123,7 @@ class BlockCodec(Codec):
         out: Tensor,
         place: tuple[int, int, int],
     ) -> int:
-        flags = kernel(*name, x)(
+        flags = kernel(*name)(
             x.data_ptr(),
             dtype_code(x.dtype),
             None if residual is None else residual.data_ptr(),
@@ -125,7 +140,9 @@ class BlockCodec(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if self._decode_kernel and runs_on_kernels(body, out, cuda=self._on_cuda):
+        if launches.runs(self, body, out):
+            return launches.decode(self, body, out)
+        if self._decode_kernel and runs_on_kernels(body, out):
             self._decode_fast(self._decode_kernel, body, out, False, 1.0)
             return
         n = out.numel()
@@ -135,16 +152,16 @@ class BlockCodec(Codec):
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
-        if self._decode_kernel and runs_on_kernels(body, acc, cuda=self._on_cuda):
-            check_decode(self, body, acc)
+        check_decode(self, body, acc)
+        if launches.runs(self, body, acc):
+            return launches.decode(self, body, acc, weight)
+        if self._decode_kernel and runs_on_kernels(body, acc):
             self._decode_fast(self._decode_kernel, body, acc, True, weight)
         else:
             super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
 
     def _decode_fast(self, name: tuple[str, str], body: Tensor, out: Tensor, add: bool, weight: float) -> None:
-        kernel(*name, out)(
-            body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads()
-        )
+        kernel(*name)(body.data_ptr(), out.numel(), self.block, *self._format(), out.data_ptr(), add, weight, threads())
 
 
 def check_choice(name: str, value: str, allowed: tuple[str, ...]) -> None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import launches
 from .codec import HAS_INF, HAS_NAN, SATURATED, Codec, check_decode, check_encode, check_feedback, nonfinite_flags, pad4
-from .kernels import dtype_code, kernel, runs_on_cuda
+from .launches import Launcher, Sink, Source
 
 __all__ = ["Cast"]
 
@@ -61,9 +62,8 @@ class Cast(Codec):
         n, flags, values = x.numel(), 0, x
         if n == 0:
             return 0
-        if runs_on_cuda(x, out):
-            source = (x.data_ptr(), dtype_code(x.dtype), None, 1.0, None)
-            return int(kernel("lc_cast_encode", "", x)(*source, n, _KINDS[self.format], out.data_ptr()))
+        if launches.runs(self, x, out):
+            return launches.encode(self, x, out)
         low, high = torch.aminmax(x)
         largest = torch.finfo(self._dtype).max
         if not (-largest <= float(low) and float(high) <= largest):  # also when either is NaN
@@ -85,18 +85,16 @@ class Cast(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if runs_on_cuda(body, out):
-            self._decode_fast(body, out, False, 1.0)
-            return
+        if launches.runs(self, body, out):
+            return launches.decode(self, body, out)
         out.copy_(_as(body[: out.numel() * self._dtype.itemsize], self._dtype))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
-        if runs_on_cuda(body, acc):
-            self._decode_fast(body, acc, True, weight)
-            return
+        if launches.runs(self, body, acc):
+            return launches.decode(self, body, acc, weight)
         values = _as(body[: acc.numel() * self._dtype.itemsize], self._dtype)
         acc.add_(values if weight == 1.0 else values.to(torch.float32).mul(weight))
 
@@ -113,14 +111,19 @@ class Cast(Codec):
         bucket: int = 0,
     ) -> int:
         check_feedback(self, x, residual, candidate, out)
-        if not runs_on_cuda(x, residual, candidate, out):
-            return super().encode_feedback(x, residual, candidate, out, decay=decay)
-        source = (x.data_ptr(), dtype_code(x.dtype), residual.data_ptr(), decay, candidate.data_ptr())
-        return int(kernel("lc_cast_encode", "", x)(*source, x.numel(), _KINDS[self.format], out.data_ptr()))
+        if launches.runs(self, x, residual, candidate, out):
+            return launches.encode(self, x, out, residual, candidate, decay)
+        return super().encode_feedback(x, residual, candidate, out, decay=decay)
 
-    def _decode_fast(self, body: Tensor, out: Tensor, add: bool, weight: float) -> None:
-        rest = (out.numel(), _KINDS[self.format])
-        kernel("lc_cast_decode", "", out)(body.data_ptr(), out.data_ptr(), add, weight, *rest)
+    @property
+    def _on_cuda(self) -> bool:
+        return True
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        return launches.cast(on, source, n, _KINDS[self.format], out.data_ptr())
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        launches.cast_decode(on, body.data_ptr(), sink, n, _KINDS[self.format])
 
     def delta(self, n: int) -> float | None:
         """1 for "f32"; elements that are normal in the narrow format are off by at most 2^-9 or 2^-12 of themselves."""

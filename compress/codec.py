@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from .launches import Launcher, Sink, Source
 
 __all__ = ["HAS_INF", "HAS_NAN", "SATURATED", "Codec"]
 
@@ -124,6 +127,19 @@ class Codec:
         if flags & (HAS_NAN | HAS_INF):
             candidate.masked_fill_(~torch.isfinite(p), 0.0)
         return flags
+
+    @property
+    def _on_cuda(self) -> bool:
+        """Whether there are CUDA kernels for these settings; then the two methods below launch them."""
+        return False
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        """Encode n elements of `source` into `out`; place: step, rank, bucket. Returns flags."""
+        raise AssertionError("no CUDA kernel")
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        """Decode bodies of n elements, of which `body` is the first, into `sink`."""
+        raise AssertionError("no CUDA kernel")
 
     def delta(self, n: int) -> float | None:
         """Worst-case contraction: ||x - C(x)||^2 <= (1 - delta) ||x||^2, or None where nothing is guaranteed."""

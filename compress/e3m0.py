@@ -76,6 +76,7 @@ class E3M0(BlockCodec):
     bits = 4
     _encode_kernel = ("lc_e3m0_encode", "pipfplliiuwwpi")
     _decode_kernel = ("lc_e3m0_decode", "pllipifi")
+    _cuda_kernels = "e3m0"
 
     def __post_init__(self) -> None:
         check_block(self.block)

@@ -62,6 +62,7 @@ class Float8(BlockCodec):
     bits = 8
     _encode_kernel = ("lc_float8_encode", "pipfpllipi")
     _decode_kernel = ("lc_float8_decode", "pllipifi")
+    _cuda_kernels = "float8"
 
     def __post_init__(self) -> None:
         check_choice("format", self.format, tuple(_DTYPES))

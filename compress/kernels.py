@@ -7,6 +7,8 @@ kernel writes the same bytes as the torch operations it replaces, so choosing a 
     "portable"  C++ without special instructions
     "avx2"      C++ with AVX2 intrinsics (x86-64)
 
+On CUDA tensors every level but "torch" uses CUDA kernels where there are some (launches.py).
+
 The best level the machine has is chosen at import; the environment variable LOWCOMM_KERNELS names another one.
 """
 
@@ -17,18 +19,17 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import gpu, launches
-
 __all__ = ["available_levels", "kernel_level", "set_kernel_level", "use_kernel_level"]
 
 LEVELS = ("torch", "portable", "avx2")
+DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _ARGUMENTS = {
     "p": ctypes.c_void_p,
     "l": ctypes.c_int64,
@@ -38,7 +39,6 @@ _ARGUMENTS = {
     "f": ctypes.c_float,
     "d": ctypes.c_double,
 }
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 logger = logging.getLogger(__name__)
 _level = "torch"
@@ -104,45 +104,27 @@ def use_kernel_level(level: str) -> Iterator[None]:
         set_kernel_level(before)
 
 
-def runs_on_kernels(*tensors: Tensor, cuda: bool = False) -> bool:
-    """Whether kernels take these tensors: a kernel level in use, and all contiguous on the CPU, or on one GPU.
-
-    Args:
-        cuda: there is a CUDA kernel for the caller's settings.
-    """
+def runs_on_kernels(*tensors: Tensor) -> bool:
+    """Whether the C++ kernels take these tensors: a kernel level in use, CPU, contiguous."""
     if _level == "torch":
         return False
-    if cuda and tensors[0].is_cuda:
-        return runs_on_cuda(*tensors)
     for tensor in tensors:  # noqa: SIM110 - a generator would double the cost of a small call
         if not (tensor.is_cpu and tensor.is_contiguous()):
             return False
     return True
 
 
-def runs_on_cuda(*tensors: Tensor) -> bool:
-    """Whether CUDA kernels take these tensors: a kernel level in use, and all contiguous on one GPU."""
-    return tensors[0].is_cuda and _level != "torch" and gpu.takes(*tensors)
-
-
 def dtype_code(dtype: torch.dtype) -> int:
     """The number by which kernels know an input dtype: 0 float32, 1 bfloat16, 2 float16."""
-    return _DTYPE_CODES[dtype]
-
-
-def kernel(name: str, arguments: str, tensor: Tensor | None = None) -> Any:
-    """The function `name`: of the CPU kernels, or for a CUDA `tensor` the one that launches a CUDA kernel.
-
-    It returns an int. The argument types of the C function are spelled by letters: p pointer, l int64, i int32,
-    w uint32, u uint64, f float, d double.
-    """
-    if tensor is not None and tensor.is_cuda:
-        return partial(getattr(launches, name), gpu.gpu(tensor.device))
-    return _c_function(name, arguments)
+    return DTYPE_CODES[dtype]
 
 
 @cache
-def _c_function(name: str, arguments: str) -> Any:
+def kernel(name: str, arguments: str) -> Any:
+    """The C function `name`, returning int32, with argument types spelled by letters.
+
+    p pointer, l int64, i int32, w uint32, u uint64, f float, d double.
+    """
     function = getattr(library(), name)
     function.argtypes = [_ARGUMENTS[letter] for letter in arguments]
     function.restype = ctypes.c_int32

@@ -96,6 +96,7 @@ class Int(BlockCodec):
 
     _encode_kernel = ("lc_int_encode", "pipfplliiiiuwwpi")
     _decode_kernel = ("lc_int_decode", "plliiipifi")
+    _cuda_kernels = "int"
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 16:

@@ -17,9 +17,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import launches
 from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
-from .launches import takes_block
+from .launches import Launcher, Sink, Source
 from .packing import as_blocks, pack_bits, tree_sum, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import exact_sqrt, finite_part, range_factor
@@ -91,26 +92,30 @@ class Sign(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if not runs_on_kernels(x, out, cuda=takes_block(self.block)):
+        if launches.runs(self, x, out):
+            return launches.encode(self, x, out)
+        if not runs_on_kernels(x, out):
             return self._encode_torch(x, out)
-        call = kernel("lc_sign_encode", "pippllii", x)
+        call = kernel("lc_sign_encode", "pippllii")
         return int(call(x.data_ptr(), dtype_code(x.dtype), *self._sections(out, x.numel()), *self._shape(x)))
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if not runs_on_kernels(body, out, cuda=takes_block(self.block)):
-            self._decode_torch(body, out)
-            return
-        kernel("lc_sign_decode", "pppllii", out)(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out))
+        if launches.runs(self, body, out):
+            return launches.decode(self, body, out)
+        if not runs_on_kernels(body, out):
+            return self._decode_torch(body, out)
+        kernel("lc_sign_decode", "pppllii")(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
-        if not runs_on_kernels(body, acc, cuda=takes_block(self.block)):
-            super().decode_add(body, acc, weight)
-            return
-        call = kernel("lc_sign_decode_add", "pppfllii", acc)
+        if launches.runs(self, body, acc):
+            return launches.decode(self, body, acc, weight)
+        if not runs_on_kernels(body, acc):
+            return super().decode_add(body, acc, weight)
+        call = kernel("lc_sign_decode_add", "pppfllii")
         call(*self._sections(body, acc.numel()), acc.data_ptr(), weight, *self._shape(acc))
 
     def encode_feedback(
@@ -125,15 +130,27 @@ class Sign(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
-        if not runs_on_kernels(x, residual, candidate, out, cuda=takes_block(self.block)):
-            return super().encode_feedback(x, residual, candidate, out, decay=decay)
         check_feedback(self, x, residual, candidate, out)
+        if launches.runs(self, x, residual, candidate, out):
+            return launches.encode(self, x, out, residual, candidate, decay)
+        if not runs_on_kernels(x, residual, candidate, out):
+            return super().encode_feedback(x, residual, candidate, out, decay=decay)
         buffers = (x.data_ptr(), residual.data_ptr(), candidate.data_ptr(), decay)
-        call = kernel("lc_sign_feedback", "pppfppllii", x)
+        call = kernel("lc_sign_feedback", "pppfppllii")
         return int(call(*buffers, *self._sections(out, x.numel()), *self._shape(x)))
 
     def delta(self, n: int) -> float | None:
         return 1 / max(1, min(self.block, n)) if self.scale in ("l1", "two_means") else None
+
+    @property
+    def _on_cuda(self) -> bool:
+        return launches.takes_block(self.block)
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        return launches.sign(on, source, *self._sections(out, n), n, self.block, _KINDS[self.scale])
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        launches.sign_decode(on, body.data_ptr(), sink, n, self.block, _KINDS[self.scale], self._scale_bytes(n))
 
     def _scale_bytes(self, n: int) -> int:
         return _SCALE_BYTES[self.scale] * -(-n // self.block)

@@ -13,9 +13,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import launches
 from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
-from .launches import takes_ternary
+from .launches import Launcher, Sink, Source
 from .packing import as_blocks, pack_base3, pack_bits, tree_sum, unpack_base3, unpack_bits
 from .philox import bucket_seed, noise_stream, uniform
 from .ranges import exact_sqrt, finite_part, range_factor
@@ -98,29 +99,33 @@ class Ternary(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
-        if not runs_on_kernels(x, out, cuda=self._on_cuda):
+        if launches.runs(self, x, out):
+            return launches.encode(self, x, out, place=(step, rank, bucket))
+        if not runs_on_kernels(x, out):
             return self._encode_torch(x, out, step, rank, bucket)
         source = (x.data_ptr(), dtype_code(x.dtype), *self._sections(out, x.numel()), *self._shape(x))
         if self.mode == "deterministic":
-            return int(kernel("lc_ternary_encode", "pippllii", x)(*source))
-        return int(kernel("lc_ternary_stochastic", "pippllii" + "ffuww", x)(*source, *self._noise(step, rank, bucket)))
+            return int(kernel("lc_ternary_encode", "pippllii")(*source))
+        return int(kernel("lc_ternary_stochastic", "pippllii" + "ffuww")(*source, *self._noise(step, rank, bucket)))
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
-        if not runs_on_kernels(body, out, cuda=self._on_cuda):
-            self._decode_torch(body, out)
-            return
-        call = kernel("lc_ternary_decode", "pppllii", out)
+        if launches.runs(self, body, out):
+            return launches.decode(self, body, out)
+        if not runs_on_kernels(body, out):
+            return self._decode_torch(body, out)
+        call = kernel("lc_ternary_decode", "pppllii")
         check_codes(call(*self._sections(body, out.numel()), out.data_ptr(), *self._shape(out)))
 
     def decode_add(
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
-        if not runs_on_kernels(body, acc, cuda=self._on_cuda):
-            super().decode_add(body, acc, weight)
-            return
-        call = kernel("lc_ternary_decode_add", "pppfllii", acc)
+        if launches.runs(self, body, acc):
+            return launches.decode(self, body, acc, weight)
+        if not runs_on_kernels(body, acc):
+            return super().decode_add(body, acc, weight)
+        call = kernel("lc_ternary_decode_add", "pppfllii")
         check_codes(call(*self._sections(body, acc.numel()), acc.data_ptr(), weight, *self._shape(acc)))
 
     def encode_feedback(
@@ -135,16 +140,17 @@ class Ternary(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
-        if not runs_on_kernels(x, residual, candidate, out, cuda=self._on_cuda):
-            return super().encode_feedback(
-                x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket
-            )
         check_feedback(self, x, residual, candidate, out)
+        place = {"step": step, "rank": rank, "bucket": bucket}
+        if launches.runs(self, x, residual, candidate, out):
+            return launches.encode(self, x, out, residual, candidate, decay, (step, rank, bucket))
+        if not runs_on_kernels(x, residual, candidate, out):
+            return super().encode_feedback(x, residual, candidate, out, decay=decay, **place)
         buffers = (x.data_ptr(), residual.data_ptr(), candidate.data_ptr(), decay)
         source = (*buffers, *self._sections(out, x.numel()), *self._shape(x))
         if self.mode == "deterministic":
-            return int(kernel("lc_ternary_feedback", "pppfppllii", x)(*source))
-        call = kernel("lc_ternary_stochastic_feedback", "pppfppllii" + "ffuww", x)
+            return int(kernel("lc_ternary_feedback", "pppfppllii")(*source))
+        call = kernel("lc_ternary_stochastic_feedback", "pppfppllii" + "ffuww")
         return int(call(*source, *self._noise(step, rank, bucket)))
 
     def delta(self, n: int) -> float | None:
@@ -155,7 +161,17 @@ class Ternary(Codec):
 
     @property
     def _on_cuda(self) -> bool:
-        return takes_ternary(self.block, self.packing == "2bit")
+        return launches.takes_block(self.block, most=8192 if self.packing == "2bit" else 1024)
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        noise = () if self.mode == "deterministic" else (1, *self._noise(*place))
+        return launches.ternary(on, source, *self._sections(out, n), *self._shape_of(n), *noise)
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        check_codes(launches.ternary_decode(on, *self._sections(body, n), sink, *self._shape_of(n)))
+
+    def _shape_of(self, n: int) -> tuple[int, int, int]:
+        return n, self.block, int(self.packing == "2bit")
 
     def _code_bytes(self, n: int) -> int:
         return -(-n // 5) if self.packing == "base3" else -(-n // 4)
@@ -164,7 +180,7 @@ class Ternary(Codec):
         return body.data_ptr(), body.data_ptr() + 4 * -(-n // self.block)
 
     def _shape(self, x: Tensor) -> tuple[int, int, int, int]:
-        return x.numel(), self.block, int(self.packing == "2bit"), threads()
+        return *self._shape_of(x.numel()), threads()
 
     def _noise(self, step: int, rank: int, bucket: int) -> tuple[float, float, int, int, int]:
         """Clip and shared scale (0 for none), key, stream and step of the uniform noise."""

@@ -148,14 +148,14 @@ LC_DEVICE void ternary_load(const u8* codes, i64 first, i64 n, int two_bit, u32 
   for (int j = 0; j < 8; ++j) trits[j] = first + j < n ? packed >> (2 * j) & 3 : 0;
 }
 
-// flags[0] becomes 1 where a code is none; then what is written means nothing. With `add`, lc_ternary_check comes first,
-// and where it has found something nothing is added.
+// flags[0] becomes 1 where a code is none; then what is written means nothing. With `add` or an anchor, lc_ternary_check comes
+// first, and where it has found something nothing is changed.
 extern "C" __global__ void __launch_bounds__(256)
 lc_ternary_decode(const u8* bodies, i64 stride, int count, const float* weights, float weight, float divisor, int add,
                   float* out, float* anchor, float* momentum, float outer_lr, float outer_momentum, int nesterov, i64 n,
                   int block, int two_bit, i64 codes_at, u32* flags) {
   const i64 first = 8 * lc_thread();
-  if (first >= n || (add && *flags)) return;
+  if (first >= n || ((add || anchor) && *flags)) return;
   const LcSink sink = {count,    stride,   weights,        weight,   divisor, add, out, anchor,
                        momentum, outer_lr, outer_momentum, nesterov, n};
   lc_sink8(sink, first, [&](int rank, float v[8]) {

@@ -6,17 +6,15 @@ import ctypes
 import hashlib
 import os
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
-from lowcomm.compress import gpu, kernels, launches, nvrtc
+from lowcomm.compress import Codec, gpu, launches, nvrtc
 from torch import Tensor
 
 HEADER = Path(__file__).with_name("cuda_emulator.h")
@@ -109,31 +107,11 @@ class Emulator:
 def emulated(emulator: Emulator) -> Iterator[Emulator]:
     """Codecs launch the CUDA kernels in the emulator, for CPU tensors, wherever there is one for their settings."""
 
-    def takes(*tensors: Tensor, cuda: bool = False) -> bool:
-        return cuda and all(tensor.is_contiguous() for tensor in tensors)
+    def runs(codec: Codec, *tensors: Tensor) -> bool:
+        return codec._on_cuda and all(tensor.is_contiguous() for tensor in tensors)
 
-    def takes_cuda(*tensors: Tensor) -> bool:
-        return takes(*tensors, cuda=True)
-
-    def kernel(name: str, arguments: str, tensor: Tensor | None = None) -> Any:
-        assert tensor is not None, f"{name} was asked for without saying for which device"
-        return partial(getattr(launches, name), emulator)
-
-    replacements = {"runs_on_kernels": takes, "runs_on_cuda": takes_cuda, "kernel": kernel}
-    modules = [module for name, module in sys.modules.items() if name.startswith("lowcomm.compress.")]
-    patches = [
-        patch.object(module, name, replacement)
-        for module in modules
-        for name, replacement in replacements.items()
-        if getattr(module, name, None) is getattr(kernels, name)
-    ]
-    for one in patches:
-        one.start()
-    try:
+    with patch.object(launches, "runs", runs), patch.object(launches, "launcher", lambda tensor: emulator):
         yield emulator
-    finally:
-        for one in patches:
-            one.stop()
 
 
 class Guarded:

@@ -8,7 +8,22 @@ import pytest
 import torch
 from codec_checks import adversarial, decode, encode, gaussian, results
 from cuda_emulator import ORDERS, Emulator, Guarded, compiler, emulated
-from lowcomm.compress import E3M0, Cast, Codec, Float8, Int, Int2, Int4, Int8, Sign, Ternary, use_kernel_level
+from lowcomm.compress import (
+    E3M0,
+    Cast,
+    Codec,
+    Float8,
+    Int,
+    Int2,
+    Int4,
+    Int8,
+    Sign,
+    Ternary,
+    decode_outer_step,
+    decode_sum,
+    encode_delta,
+    use_kernel_level,
+)
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not shutil.which(compiler()), reason="needs a C++ compiler")
@@ -165,3 +180,39 @@ def test_ternary_refuses_damage() -> None:
             with pytest.raises(ValueError, match="not ternary"):
                 codec.decode_add(body, acc)
         assert torch.equal(acc, torch.ones(40))
+
+
+@pytest.mark.parametrize(
+    "codec", [Sign(), Int4(), Int8(affine=True), E3M0(), Float8(), Cast("bf16"), Ternary()], ids=repr
+)
+def test_fused_passes(codec: Codec) -> None:
+    """Sums over ranks in rank order, the outer step behind them, and the delta in front of an encoder."""
+    n, ranks = 2048 + 77, 5
+    size = codec.nbytes(n)
+    frames = torch.zeros(ranks, size + 16, dtype=torch.uint8)
+    bodies = [frame[16:] for frame in frames]
+    weights, divisor = [0.5, 1.0, 3.0, 0.1, 1.0], 3.0
+    for rank, body in enumerate(bodies):
+        with use_kernel_level("torch"):
+            codec.encode(gaussian(n, rank), body)
+
+    def outcome() -> list[Tensor]:
+        out, plain, x, b = torch.empty(n), torch.empty(n), gaussian(n, 7), gaussian(n, 8)
+        decode_sum(codec, bodies, out, weights, divisor)
+        decode_sum(codec, bodies[:1], plain)
+        for nesterov in (False, True):
+            decode_outer_step(codec, bodies, x, b, lr=0.7, momentum_factor=0.9, nesterov=nesterov, divisor=divisor)
+        parts = [out, plain, x.clone(), b.clone()]
+        for live in (gaussian(n, 9), gaussian(n, 9).bfloat16()):
+            body, candidate = torch.empty(size, dtype=torch.uint8), torch.empty(n)
+            encode_delta(codec, x, live, body)
+            corrected = torch.empty_like(body)
+            encode_delta(codec, x, live, corrected, b, candidate, decay=0.9)
+            parts += [body, corrected, candidate]
+        return parts
+
+    with use_kernel_level("torch"):
+        expected = outcome()
+    with emulated(EMULATORS["shuffled"]):
+        found = outcome()
+    assert [torch.equal(a, b) for a, b in zip(expected, found, strict=True)] == [True] * len(expected)
