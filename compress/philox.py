@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import kernels
+
 __all__ = [
     "bucket_seed",
     "fmix32",
@@ -65,8 +67,13 @@ def uniform(n: int, *, seed: int, stream: int, step: int, device: torch.device |
     >>> uniform(2, seed=42, stream=0, step=0)
     tensor([0.6130, 0.4686])
     """
+    out = torch.empty(n, device=device)
+    if kernels.runs_on_kernels(out):
+        fill = kernels.kernel("lc_uniform_fill", "plwwui")
+        fill(out.data_ptr(), n, stream & _WORD, step & _WORD, seed % 2**64, kernels.threads())
+        return out
     words = random_words(n, seed=seed, stream=stream, step=step, device=device)
-    return (words >> 8).to(torch.float32) * 2.0**-24
+    return out.copy_(words >> 8).mul_(2.0**-24)
 
 
 def rademacher(n: int, *, seed: int, step: int, device: torch.device | str = "cpu") -> Tensor:
@@ -75,6 +82,11 @@ def rademacher(n: int, *, seed: int, step: int, device: torch.device | str = "cp
     >>> rademacher(4, seed=42, step=0).tolist()
     [-1.0, 1.0, 1.0, -1.0]
     """
+    out = torch.empty(n, device=device)
+    if kernels.runs_on_kernels(out):
+        fill = kernels.kernel("lc_sign_fill", "plwui")
+        fill(out.data_ptr(), n, step & _WORD, seed % 2**64, kernels.threads())
+        return out
     words = random_words((n + 31) // 32, seed=seed, stream=SIGNS, step=step, device=device)
     bits = (words.unsqueeze(1) >> torch.arange(32, device=device)) & 1
     return 1.0 - 2.0 * bits.view(-1)[:n].to(torch.float32)
@@ -89,6 +101,12 @@ def permutation(indices: Tensor, n: int, *, seed: int, step: int) -> Tensor:
     >>> permutation(torch.arange(10), 10, seed=42, step=7).tolist()
     [2, 4, 0, 3, 1, 9, 7, 6, 5, 8]
     """
+    if kernels.runs_on_kernels(indices):
+        out = torch.empty_like(indices)
+        call = kernels.kernel("lc_permutation", "ppllwui")
+        pointers = indices.data_ptr(), out.data_ptr()
+        call(*pointers, indices.numel(), n, step & _WORD, seed % 2**64, kernels.threads())
+        return out
     bits = max(8, (n - 1).bit_length())
     half = (bits + 1) // 2
     keys = random_words(8, seed=seed, stream=INDICES, step=step).tolist()

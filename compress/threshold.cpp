@@ -153,6 +153,25 @@ LC_API int32_t lc_threshold_encode(const void* x, int32_t dtype, const float* re
   return flags;
 }
 
+// The `capacity` largest entries of a list of more in `all` (4-byte aligned), ties to the lower position, as a body.
+LC_API int32_t lc_threshold_trim(const uint8_t* all, int64_t capacity, uint8_t* body) {
+  uint32_t hits, count = (uint32_t)capacity;
+  memcpy(&hits, all, 4);
+  const uint8_t* positions = all + 4;
+  const float* values = (const float*)(all + 4 + 4 * (int64_t)hits);
+  LcThreshold t = lc_radix_threshold(values, hits, capacity);
+  memcpy(body, &count, 4);
+  int64_t taken = 0;
+  for (int64_t j = 0; j < hits; ++j) {
+    const uint32_t key = lc_key(values[j]);
+    if (key < t.bits || (key == t.bits && t.ties-- <= 0)) continue;
+    memcpy(body + 4 + 4 * taken, positions + 4 * j, 4);
+    memcpy(body + 4 + 4 * (capacity + taken), values + j, 4);
+    ++taken;
+  }
+  return 0;
+}
+
 // out = the decoded vector, or out += weight * it. Returns 1, with nothing written, where the body is damaged.
 LC_API int32_t lc_threshold_decode(const uint8_t* body, int64_t n, int64_t capacity, float* out, int32_t add, float weight,
                                    int32_t threads) {

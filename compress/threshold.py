@@ -277,6 +277,10 @@ class _Selection:
     def _send_largest(self, key: int, hits: int) -> None:
         room = torch.empty(4 + 8 * hits, dtype=torch.uint8, device=self.out.device)
         self.list(key, room)
+        if kernels.runs_on_kernels(self.x, self.out):
+            call = kernels.kernel("lc_threshold_trim", "plp")
+            call(room.data_ptr(), (self.out.numel() - 4) // 8, self.out.data_ptr())
+            return
         positions, values = _read(room, self.x.numel())
         kept = largest(values.view(1, -1), (self.out.numel() - 4) // 8).view(-1)
         _write(positions[kept], values[kept], self.out)

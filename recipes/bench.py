@@ -32,14 +32,11 @@ from .peers import PEERS, Peer, missing
 __all__ = ["main"]
 
 CODECS = (
-    "Cast('bf16')",
-    "Int8()",
-    "Int4()",
-    "Int4(rounding='stochastic')",
-    "Ternary()",
-    "Sign()",
-    "TopK()",
-    "PowerSGD()",
+    *("Cast('bf16')", "Cast('fp16')", "Int8()", "Int4()", "Int4(rounding='stochastic')", "Int4(affine=True)", "Int2()"),
+    *("Float8()", "Float8('e5m2')", "E3M0()", "QSGD()", "NuQSGD()", "NaturalCompression()", "ZeroPlusPlus()"),
+    *("Codebook()", "Sign()", "StoSign(8.0)", "Ternary()", "Ternary('stochastic')"),
+    *("TopK()", "TopK(scope='global')", "RandomK()", "Threshold(2.5)", "SampledTopK()"),
+    *("Eden(bits=1)", "Eden(bits=2)", "Eden(bits=4)", "PowerSGD()", "DCTTopK()", "CountSketch()", "SRHT()"),
 )
 OPERATIONS = ("encode", "decode", "decode_add", "feedback")
 DISTRIBUTIONS = ("gauss", "laplace", "student3")

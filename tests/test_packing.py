@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowcomm.compress import packing, philox
+from lowcomm.compress import available_levels, packing, philox, use_kernel_level
+from lowcomm.compress.philox import permutation, rademacher, uniform
 
 VECTORS = json.loads((Path(__file__).parent / "compressors_vectors.json").read_text())
 
@@ -123,3 +124,14 @@ def test_permutation_vectors() -> None:
 @pytest.mark.parametrize("n", [1, 2, 3, 255, 256, 257, 1000, 5000])
 def test_permutation_is_one(n: int) -> None:
     assert torch.equal(philox.permutation(torch.arange(n), n, seed=5, step=1).sort().values, torch.arange(n))
+
+
+@pytest.mark.parametrize("n", [1, 5, 31, 32, 33, 127, 129, 5000, 40_000])
+def test_every_level_draws_the_same_numbers(n: int) -> None:
+    for seed, step in ((42, 3), (2**64 - 1, 2**32 - 1)):
+        drawn = []
+        for level in available_levels():
+            with use_kernel_level(level):
+                order = permutation(torch.arange(min(n, 700)), n, seed=seed, step=step)
+                drawn.append((uniform(n, seed=seed, stream=9, step=step), rademacher(n, seed=seed, step=step), order))
+        assert all(torch.equal(a, b) for other in drawn[1:] for a, b in zip(drawn[0], other, strict=True))
