@@ -1,9 +1,11 @@
 """Compressed, ordered, agreed reductions on torch.distributed. Knows nothing of optimizers."""
 
 from .allreduce import AllReduce
+from .audit import Audit
 from .ddp import DDPHook, ddp_hook
 from .errors import Aborted, CorruptFrame, Disagreement, NonFinite, PeerFailure, PeerTimeout, SyncError
 from .fingerprint import agree_on_tensors, fingerprint
+from .fsdp import FSDPHook, fsdp_hook
 from .groups import resolve_group
 from .handover import gather_rows, send_to
 from .islands import IslandAllReduce
@@ -28,10 +30,12 @@ from .work import Work
 __all__ = [
     "Aborted",
     "AllReduce",
+    "Audit",
     "CenteredClipping",
     "CorruptFrame",
     "DDPHook",
     "Disagreement",
+    "FSDPHook",
     "GeometricMedian",
     "GradientAgreement",
     "IslandAllReduce",
@@ -53,6 +57,7 @@ __all__ = [
     "agree_on_tensors",
     "ddp_hook",
     "fingerprint",
+    "fsdp_hook",
     "gather_rows",
     "resolve_group",
     "send_to",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compress import Codec, Feedback
 from .allreduce import AllReduce
@@ -56,6 +56,27 @@ class DDPHook:
         self._pending[index] = work
         work.then(lambda: self._deliver(index, work, buffer, future))
         return future
+
+    def state_dict(self, module: nn.Module) -> dict[str, Any]:
+        """Residuals by name of parameter and round counters of this rank; save one for each rank.
+
+        Args:
+            module: the model, wrapped or not; the names are those of its `named_parameters`.
+        """
+        self._collect()
+        names: dict[Tensor, str] = {parameter: name for name, parameter in module.named_parameters()}
+        residuals = {kind: {names[p]: part.clone() for p, part in parts.items()} for kind, parts in self._moved.items()}
+        return {"rounds": dict(self._rounds), "residuals": residuals}
+
+    def load_state_dict(self, module: nn.Module, state_dict: dict[str, Any]) -> None:
+        """Go on from `state_dict`; residuals find their parameters by name, however DDP arranges its buckets."""
+        parameters = dict(module.named_parameters())
+        self._collect()
+        self._rounds = dict(state_dict["rounds"])
+        self._moved = {
+            kind: {parameters[name]: part.to(parameters[name].device) for name, part in parts.items()}
+            for kind, parts in state_dict["residuals"].items()
+        }
 
     def _deliver(self, index: int, work: Work, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
         try:

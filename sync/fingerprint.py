@@ -11,6 +11,8 @@ finds accidents, not forgeries.
 from __future__ import annotations
 
 import ctypes
+import logging
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -23,6 +25,8 @@ from .groups import resolve_group
 from .hello import hash64
 
 __all__ = ["agree_on_tensors", "fingerprint"]
+
+logger = logging.getLogger(__name__)
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX1, _MIX2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
@@ -91,7 +95,9 @@ def _signed(value: int) -> int:
 
 
 def agree_on_tensors(
-    named: Sequence[tuple[str, Tensor]], process_group: Any = None, init: Literal["broadcast", "check"] = "broadcast"
+    named: Sequence[tuple[str, Tensor]],
+    process_group: Any = None,
+    init: Literal["broadcast", "check", "majority"] = "broadcast",
 ) -> list[str]:
     """Make sure that all ranks hold the same values; return the names of the tensors that differed.
 
@@ -100,17 +106,18 @@ def agree_on_tensors(
     Args:
         named: (name, tensor) in the same order on all ranks. Of DTensors the local shards are compared.
         process_group: a ProcessGroup, a 1-D DeviceMesh or None, as everywhere.
-        init: "broadcast" copies the first rank's values to all, where they differ; "check" raises.
+        init: "broadcast" copies the first rank's values to all, where they differ; "majority" copies those that more
+            than half of the ranks hold, and logs a warning that names the others; "check" raises.
 
     Raises:
-        ValueError: names, shapes or dtypes differ between ranks, or values differ and init="check". It names the first
-            tensor concerned and the ranks.
+        ValueError: names, shapes or dtypes differ between ranks; or values differ and init="check", or have no
+            majority. It names the first tensor concerned and the ranks.
 
     >>> agree_on_tensors([("weight", torch.ones(2))])
     []
     """
-    if init not in ("broadcast", "check"):
-        raise ValueError(f'init must be "broadcast" or "check" but is: {init!r}')
+    if init not in ("broadcast", "check", "majority"):
+        raise ValueError(f'init must be "broadcast", "check" or "majority" but is: {init!r}')
     group = resolve_group(process_group)
     if group is None or dist.get_world_size(group) == 1:
         return []
@@ -122,11 +129,31 @@ def agree_on_tensors(
     layouts, all_prints = zip(*_gather((layout, prints), group), strict=True)
     _check_layouts(layouts)
     differing = [i for i in range(len(prints)) if len({ones[i] for ones in all_prints}) > 1]
+    names = [layout[i][0] for i in differing]
+    columns = [[ones[i] for ones in all_prints] for i in differing]
     if init == "check":
-        raise _difference([layout[i][0] for i in differing], [ones[differing[0]] for ones in all_prints])
-    for i in differing:
-        _broadcast(_local(named[i][1]), group)
-    return [layout[i][0] for i in differing]
+        raise _difference(names, columns[0])
+    sources = [0] * len(differing) if init == "broadcast" else _majorities(names, columns)
+    for i, source in zip(differing, sources, strict=True):
+        _broadcast(_local(named[i][1]), source, group)
+    return names
+
+
+def _majorities(names: Sequence[str], columns: Sequence[list[int]]) -> list[int]:
+    """For every tensor a rank that holds what most hold."""
+    common = [Counter(column).most_common(1)[0] for column in columns]
+    for name, column, (_, count) in zip(names, columns, common, strict=True):
+        if 2 * count <= len(column):
+            raise ValueError(
+                f"no value of {name!r} is held by more than half of the {len(column)} ranks; restore all ranks from "
+                f'one checkpoint, or take those of the first rank with init="broadcast"'
+            )
+    odd = [rank for rank, value in enumerate(columns[0]) if value != common[0][0]]
+    logger.warning(
+        "lowcomm: %d tensors differed between ranks and were repaired by majority; the first is %r, on ranks %s",
+        *(len(names), names[0], odd),
+    )
+    return [column.index(value) for column, (value, _) in zip(columns, common, strict=True)]
 
 
 def _local(tensor: Tensor) -> Tensor:
@@ -158,8 +185,8 @@ def _difference(names: list[str], prints: list[int]) -> ValueError:
 
 
 @torch.no_grad()
-def _broadcast(tensor: Tensor, group: Any) -> None:
+def _broadcast(tensor: Tensor, source: int, group: Any) -> None:
     values = tensor.contiguous()
-    dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+    dist.broadcast(values, dist.get_global_rank(group, source), group=group)
     if values is not tensor:
         tensor.copy_(values)

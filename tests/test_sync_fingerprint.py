@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from lowcomm.compress import available_levels, use_kernel_level
-from lowcomm.sync import agree_on_tensors, fingerprint
+from lowcomm.sync import Audit, SyncError, agree_on_tensors, fingerprint
 from lowcomm.sync.exchange import finite_flags, scale_and_check
 from lowcomm.sync.fingerprint import _MIX1, _MIX2, hash64
 from ranks import run_ranks
@@ -78,6 +78,25 @@ def test_every_bit_place_dtype_and_shape_counts() -> None:
     assert fingerprint(x[::2]) == fingerprint(x[::2].clone())
 
 
+def _audits(rank: int) -> list[object]:
+    """What audits find: nothing, a setting, a tensor; and what they repair."""
+    found: list[object] = []
+    weight, groups = torch.ones(3), [{"params": [object()], "lr": 0.1, "betas": (0.9, 0.99), "name": None}]
+    check = Audit(iter([("weight", weight)]), groups, every=2)
+    found += [check(), check()]
+    if rank == 1:
+        groups[0]["betas"] = (0.9, 0.95)
+        weight[1] = 2.0
+    for audit in (check, check, Audit([("weight", weight)])):
+        try:
+            found.append(audit())
+        except (SyncError, ValueError) as error:
+            found.append(f"{type(error).__name__}: {error}")
+    repair = Audit([("weight", weight)], groups, repair=True)
+    found += [repair(), repair(), weight, groups[0]["betas"]]
+    return found
+
+
 def _agree_rank(rank: int, world_size: int) -> dict[str, object]:
     same, own = torch.arange(4.0), torch.tensor([1.0, float(rank == 1)])
     transposed = torch.full((2, 3), float(rank)).t()
@@ -92,6 +111,13 @@ def _agree_rank(rank: int, world_size: int) -> dict[str, object]:
             agree_on_tensors(tensors, init="check")
         except ValueError as error:
             results[label] = str(error)
+    odd = torch.full((3,), float(rank == 2))
+    try:
+        agree_on_tensors([("torn", torch.tensor([float(rank)]))], init="majority")
+    except ValueError as error:
+        results["torn"] = str(error)
+    results["repaired"] = (agree_on_tensors([("same", same), ("odd", odd)], init="majority"), odd)
+    results["audit"] = _audits(rank)
     results["differed"] = agree_on_tensors(named)
     results["then"] = agree_on_tensors(named, init="check")
     results["values"] = (own.clone(), transposed.clone())
@@ -104,6 +130,17 @@ def test_agreement_over_ranks() -> None:
         assert "the first is 'own', where ranks [1] hold other values" in outcome["check"]
         assert "rank 2 has 3 tensors but rank 0 has 2" in outcome["length"]
         assert "rank 2 has ('same', (4,), 'torch.float64')" in outcome["layout"]
+        assert "no value of 'torn' is held by more than half of the 3 ranks" in outcome["torn"]
+        assert outcome["repaired"][0] == ["odd"] and torch.equal(outcome["repaired"][1], torch.zeros(3))
+        audit = outcome["audit"]
+        assert audit[:3] == [[], [], []]
+        assert audit[3] == (
+            "Disagreement: settings[0]['betas'] must be the same on all ranks but is rank 0: (0.9, 0.99), rank 1: "
+            "(0.9, 0.95), rank 2: (0.9, 0.99); nothing was exchanged"
+        )
+        assert "the first is 'weight', where ranks [1] hold other values" in audit[4]
+        assert audit[5] == ["settings[0]['betas']", "weight"] and audit[6] == []
+        assert torch.equal(audit[7], torch.ones(3)) and audit[8] == (0.9, 0.99)
         assert outcome["differed"] == ["own", "transposed"] and outcome["then"] == []
         assert torch.equal(outcome["values"][0], torch.tensor([1.0, 0.0]))
         assert torch.equal(outcome["values"][1], torch.zeros(3, 2))
