@@ -12,7 +12,7 @@ SANITIZE := -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-san
 UNDER_SANITIZERS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
 
-.PHONY: demo test bench lint format reference composition dist test-wheel test-no-compiler sanitize clean FORCE
+.PHONY: demo test bench lint format reference memory composition dist test-wheel test-no-compiler sanitize clean FORCE
 
 demo: .venv/installed
 	$(BIN)/lowcomm demo
@@ -34,6 +34,10 @@ format: .venv/installed
 
 reference: .venv/installed
 	$(BIN)/python -m lowcomm.recipes.reference > docs/reference.md
+
+memory: .venv/installed
+	$(BIN)/python -m lowcomm.recipes.memory > build/memory.md
+	mv build/memory.md docs/memory.md
 
 composition: .venv/installed
 	$(BIN)/python tests/composition.py > build/composition.md

@@ -135,22 +135,15 @@ class CO2(OneRoundLate):
 
     def _squared_move(self, fragment: Fragment) -> float:
         """Squared length of the outer step that was just taken, which the momentum tells."""
-        step, m = fragment.take_message(), fragment.buffers["outer_momentum_buffer"]
-        for start, stop, _, group in fragment.pieces():
-            step[start:stop] = clipped_step(m[start:stop], self.param_groups[group])
-        square = fragment.squared_norm(step)
-        fragment.give_message(step)
-        return square
+        m = fragment.buffers["outer_momentum_buffer"]
+        return fragment.squared_norm(m, lambda part, group: clipped_step(part, self.param_groups[group]))
 
     def _penalty(self, due: list[InFlight]) -> float:
         """Lambda: how far the anchor has moved since the mean was formed, in units of the mean's own length."""
         if self._gap is not True:
             return float(self._gap or 1.0)
-        squares = 0.0
-        for exchange in due:
-            mean = exchange.fragment.take_message().copy_(exchange.work.result)
-            for start, stop, _, group in exchange.fragment.pieces():
-                mean[start:stop].mul_(self.param_groups[group]["previous_lr"])
-            squares += exchange.fragment.squared_norm(mean)
-            exchange.fragment.give_message(mean)
+        groups = self.param_groups
+        squares = sum(
+            x.fragment.squared_norm(x.work.result, lambda part, group: part * groups[group]["previous_lr"]) for x in due
+        )
         return 1.0 + float(self.param_groups[0]["last_move"]) / (math.sqrt(squares) + 1e-12)

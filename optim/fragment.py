@@ -7,7 +7,7 @@ read and write main memory once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ def anchor_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype != torch.float64 else torch.float64
 
 
+MessagePool = dict[tuple[int, torch.dtype, torch.device], list[Tensor]]
+
+
 class Piece(NamedTuple):
     start: int  # extent in the flat buffers
     stop: int
@@ -49,6 +52,7 @@ class Fragment:
         tensors: live tensors (parameters, optimizer state or buffers), any shape and stride; local shards of DTensors.
         groups: for every tensor, the index of its parameter group.
         home: device of the flat buffers; None puts them beside the tensors.
+        pool: message buffers that are not in use, by (length, dtype, device); fragments that take turns share one.
 
     Attributes:
         anchor: (n,) flat copy of the tensors as of the last sync, or None where only values are averaged.
@@ -56,7 +60,14 @@ class Fragment:
         last_send: step at which it was last sent, or agreed upon otherwise.
     """
 
-    def __init__(self, bucket: int, tensors: Sequence[Tensor], groups: Sequence[int], home: torch.device | None = None):
+    def __init__(
+        self,
+        bucket: int,
+        tensors: Sequence[Tensor],
+        groups: Sequence[int],
+        home: torch.device | None = None,
+        pool: MessagePool | None = None,
+    ):
         self.bucket = bucket
         self.tensors = list(tensors)
         self.groups = list(groups)
@@ -71,7 +82,7 @@ class Fragment:
         self.anchor: Tensor | None = None
         self.buffers: dict[str, Tensor] = {}
         self.last_send = 0
-        self._messages: list[Tensor] = []
+        self._messages = ({} if pool is None else pool).setdefault((self.numel, self.dtype, self.device), [])
         self._pieces: list[Piece] = []
         self._addresses: list[int] = []
         self._rows: Tensor | None = None
@@ -192,14 +203,19 @@ class Fragment:
     def _live_code(self) -> int:
         return kernels.dtype_code(self._pieces[0].live.dtype)
 
-    def squared_norm(self, flat: Tensor) -> float:
+    def squared_norm(self, flat: Tensor, change: Callable[[Tensor, int], Tensor] | None = None) -> float:
         """Sum of squares in float64 of a flat vector; of sharded tensors, over all shards, by one exchange of a number.
 
         All ranks that share the shards call it.
+
+        Args:
+            flat: (n,).
+            change: what to do first with the part of every tensor, given its parameter group.
         """
         sums: dict[tuple[Any, ...], Tensor] = {}
         for index, tensor in enumerate(self.tensors):
             part = flat[self.offsets[index] : self.offsets[index + 1]]
+            part = part if change is None else change(part, self.groups[index])
             square = torch.linalg.vector_norm(part, dtype=torch.float64).square().to(self.device)
             groups = shard_groups(tensor)
             sums[groups] = sums[groups] + square if groups in sums else square

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from ..compress import Codec, Feedback
 from ..sync import AllReduce, Receipt, Work, agree_on_tensors, resolve_group
-from .fragment import Fragment, like_placement, local_tensor
+from .fragment import Fragment, MessagePool, like_placement, local_tensor
 from .outer import OuterRule
 
 __all__ = ["Arrived", "FlatState", "InFlight"]
@@ -159,8 +159,9 @@ class FlatState(Optimizer):
             self._renumber([[p for p, _ in members] for members in partition])
         sends = self.param_groups[0]["last_send"]
         self._fragments, self._in_flight = [], []
+        pool: MessagePool = {}
         for bucket, members in enumerate(partition):
-            fragment = Fragment(bucket, [p for p, _ in members], [g for _, g in members], home)
+            fragment = Fragment(bucket, [p for p, _ in members], [g for _, g in members], home, pool)
             fragment.last_send = sends[bucket] if bucket < len(sends) else self._steps
             if self._needs_anchor():
                 fragment.take_anchor()

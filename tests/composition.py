@@ -334,8 +334,8 @@ TAIL = """
 | E3M0 | `compress=E3M0(), feedback=None` | with the run without |
 | weights | `weights=` a number or a callable | a common factor changes no bit, unequal weights do |
 | subgroup | `process_group=` a mesh dimension, or a process group | both alike; the groups train apart |
-| FSDP2 | `fully_shard` over a mesh dimension, `process_group=` the other | with unsharded replicas, to 1e-12 in float64 |
-| FSDP2, codec | the same with `Int8` | with unsharded replicas, whose blocks end elsewhere |
+| FSDP2 | `fully_shard` over a mesh dimension, `process_group=` the other | unsharded replicas, to 1e-12 in float64 |
+| FSDP2, codec | the same with `Int8` | unsharded replicas, whose blocks end elsewhere |
 | schedule | `sync_every=AtSteps(...)` | workers only |
 | warm-up | `warmup_steps=2` | equal after every warm-up step |
 | buffers | `sync_buffers=model` with BatchNorm | buffers equal |
