@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..compress import Codec
+from ..compress import Codec, decode_sum
+from ..compress.fused import fuses
 from .errors import CorruptFrame, SyncError
 from .exchange import Shares
 from .robust import Rule
@@ -73,6 +74,7 @@ class Reduction:
         self._rows: list[Tensor] = []
         self._counts = torch.zeros_like(total) if kind == "mean_contributors" else None
         self._empty = True
+        self._later: list[tuple[Message, float]] | None = [] if total.is_cuda and kind in ("mean", "sum") else None
         if isinstance(kind, Rule) and shares.weighted:
             raise SyncError(
                 f"{type(kind).__name__} counts all ranks alike, but their weights differ; use equal weights, or 0 for "
@@ -83,6 +85,12 @@ class Reduction:
         """Take in one message; factor 0 leaves it out."""
         if factor == 0.0:
             return
+        if self._later is not None:  # on a GPU one kernel decodes all messages at the end, and writes the result once
+            self._later.append((message, factor))
+        else:
+            self._take(message, factor)
+
+    def _take(self, message: Message, factor: float) -> None:
         if isinstance(self._kind, Rule):
             self._rows.append(torch.empty_like(self._total))
             message.decode(self._rows[-1])
@@ -109,6 +117,21 @@ class Reduction:
         if isinstance(self._kind, Rule):
             combined = self._kind.combine(torch.stack(self._rows), total=total, previous=previous, round=round)
             return None if combined is None else self._total.copy_(combined)
+        if self._later and self._decode_together(self._later):
+            return self._total
+        for message, factor in self._later or ():
+            self._take(message, factor)
         if self._counts is not None:
             return self._total.div_(torch.where(self._counts > 0, self._counts, 1.0))
         return self._total if self._shares.divisor == 1.0 else self._total.div_(self._shares.divisor)
+
+    def _decode_together(self, messages: list[tuple[Message, float]]) -> bool:
+        """The result from all messages in one pass. False: not possible, or one of them is damaged."""
+        codec, bodies = messages[0][0].codec, [message.body for message, _ in messages]
+        if not fuses(codec, bodies, self._total):
+            return False
+        try:
+            decode_sum(codec, bodies, self._total, [factor for _, factor in messages], self._shares.divisor)
+        except ValueError:
+            return False  # one by one they tell whose
+        return True

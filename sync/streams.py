@@ -31,9 +31,11 @@ def side_stream(tensor: Tensor) -> Iterator[None]:
         yield
         return
     stream = _streams.setdefault(tensor.device, torch.cuda.Stream(tensor.device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:  # also after an error, or its buffers could be used again while kernels still write to them
+        stream.synchronize()
 
 
 def take_over(tensor: Tensor) -> None:

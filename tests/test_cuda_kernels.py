@@ -24,6 +24,9 @@ from lowcomm.compress import (
     encode_delta,
     use_kernel_level,
 )
+from lowcomm.sync.errors import CorruptFrame
+from lowcomm.sync.exchange import Shares
+from lowcomm.sync.reduction import Message, Reduction
 from torch import Tensor
 
 pytestmark = pytest.mark.skipif(not shutil.which(compiler()), reason="needs a C++ compiler")
@@ -216,3 +219,29 @@ def test_fused_passes(codec: Codec) -> None:
     with emulated(EMULATORS["shuffled"]):
         found = outcome()
     assert [torch.equal(a, b) for a, b in zip(expected, found, strict=True)] == [True] * len(expected)
+
+
+def test_reduction_decodes_all_messages_at_once() -> None:
+    """A reduction on a GPU collects messages; the sum is the one that is made of them one by one, damage is named."""
+    n, codec = 512 + 77, Ternary()
+    frames = torch.zeros(3, codec.nbytes(n) + 16, dtype=torch.uint8)
+    for rank, frame in enumerate(frames):
+        codec.encode(gaussian(n, rank), frame[16:])
+
+    def reduced(collects: bool) -> Tensor:
+        reduction = Reduction("mean", Shares.of([1.0, 2.0, 1.0]), torch.empty(n))
+        reduction._later = [] if collects else None
+        for rank, factor in enumerate((1.0, 2.0, 1.0)):
+            reduction.add(Message(codec, frames[rank, 16:], 0, rank, 0), factor)
+        result = reduction.result(lambda total: total, None, 0)
+        assert result is not None
+        return result
+
+    with use_kernel_level("torch"):
+        expected = reduced(False)
+    with emulated(Emulator()) as emulator:
+        assert torch.equal(reduced(True), expected)
+        assert emulator.launched == {"lc_ternary_decode"}
+        frames[1, -8:] = 255
+        with pytest.raises(CorruptFrame, match="rank 1"):
+            reduced(True)
