@@ -346,7 +346,7 @@ class AutoLoCo(LowCommOptimizer):
 
     def _apply(self, exchange: InFlight) -> None:
         rule = self._corrected()
-        if rule.form == "normalized" and exchange.work.wait().algorithm != "none":
+        if rule.form == "normalized":
             for start, stop, _, group in exchange.fragment.pieces():
                 exchange.work.result[start:stop].mul_(rule.scale(self.param_groups[group]))
         super()._apply(exchange)

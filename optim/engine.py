@@ -350,6 +350,7 @@ class LowCommOptimizer(FlatState):
         return (self._average_state, True) if full else ((), False)
 
     def _apply(self, exchange: InFlight) -> None:
+        """What the result of an exchange does; not called when nobody had anything to say."""
         fragment, mean = exchange.fragment, exchange.work.result
         if self._rule is None or fragment.anchor is None:
             fragment.write(mean)

@@ -230,7 +230,7 @@ def resumed_everywhere(entry: Entry, rank: int) -> list[int]:
 
     What is in flight at a step is part of what is saved. Workers have different data and each its own checkpoint.
     """
-    last = entry.twice + entry.period
+    last = entry.twice + 1
     undisturbed, plain = build(entry)
     train(undisturbed, plain, range(last), rank)
     wanted = final(undisturbed, plain)
@@ -342,7 +342,7 @@ TAIL = """
 | offload | `offload="cpu"` | bits and bytes sent as without |
 | skip | `on_failure="skip"`, nothing failing | bits as without |
 | overlap | none | how long an exchange is under way while training goes on |
-| resume | checkpoint at every step of three periods | loaded anew and continued: the undisturbed run's bits |
+| resume | checkpoint at every step of two periods | loaded anew and continued: the undisturbed run's bits |
 
 Also checked for every method (tests/test_conformance*.py): two inner optimizers, GradScaler, closures, hooks, bf16 and
 fp16 parameters, frozen and tied parameters, parameter groups added in mid-run, workers with unequal amounts of data.

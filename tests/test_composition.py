@@ -25,7 +25,7 @@ def tried() -> dict[Any, Any]:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.id)
 def test_resume_at_every_step(resumed: list[dict[str, list[int]]], entry: Any) -> None:
-    """Saved at every step of three periods, in mid-round and in flight, loaded anew, continued: the same bits."""
+    """Saved at every step of two periods, in mid-round and in flight, loaded anew, continued: the same bits."""
     assert [found[entry.id] for found in resumed] == [[], []]
 
 

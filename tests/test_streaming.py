@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lowcomm.compress import TopK
 from lowcomm.optim import DiLoCo, StreamingDiLoCo
 from ranks import run_ranks
 from torch.optim import SGD
@@ -126,3 +127,29 @@ def test_recorded_trajectories_of_two_fragments() -> None:
             assert [row[1] for row in record] == case["local_w1"]
             for step, anchors in case["global_after_step"].items():
                 assert record[int(step)][2:] == anchors
+
+
+def test_a_residual_follows_its_parameters_to_other_fragments() -> None:
+    """Saved with two fragments, loaded into four: what was not sent yet stays with the parameter it belongs to."""
+
+    def build(parts: int) -> tuple[torch.nn.Module, StreamingDiLoCo]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(6, 6) for _ in range(4)))
+        options: Any = {"fragments": "bytes", "num_fragments": parts, "delay": 0}
+        inner = SGD(model.named_parameters(), lr=0.1)
+        return model, StreamingDiLoCo(inner, sync_every=4, compress=TopK(density=0.25, chunk=16), **options)
+
+    (model, optimizer), (other, resumed) = build(2), build(4)
+    for step in range(9):
+        torch.manual_seed(step)
+        model(torch.randn(4, 6)).square().sum().backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    residuals = [entry["residual"] for entry in saved["state"].values()]
+    assert all(bool(residual.any()) for residual in residuals)
+    resumed.load_state_dict(saved)
+    again = resumed.state_dict()["state"]
+    assert all(torch.equal(entry["residual"], kept) for entry, kept in zip(again.values(), residuals, strict=True))
+    other(torch.ones(1, 6)).sum().backward()
+    for _ in range(4):
+        resumed.step()
