@@ -16,6 +16,7 @@ noise of one step's gradient, S_r the sum of the squared learning rates.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -142,6 +143,12 @@ class AutoLoCo(LowCommOptimizer):
             raise ValueError(f"outer_lr must be at most max_outer_lr ({max_outer_lr}) but is: {outer_lr}")
         if form == "normalized" and not (correct_momentum and correct_lr):
             raise ValueError("form='normalized' is one correction; correct_momentum and correct_lr must both be True")
+        if correct_momentum and not correct_lr:
+            warnings.warn(
+                "AutoLoCo with a corrected momentum and an uncorrected learning rate does worse than no correction in "
+                "the published ablation",
+                stacklevel=2,
+            )
         self._powers, self._limits, self._smoothing = powers, (limits[0], limits[1]), smoothing
         self._rate_limit, self._total, self._horizon = rate_limit, total_steps, horizon
         self._lr_warmup, self._calib_rounds = lr_warmup_steps, calib_rounds
