@@ -53,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         AllReduce(**_reducer_options(text))  # a mistake is better reported before processes start
     if options.link and options.world != 2:
         raise ValueError(f"--link joins two processes but --world is {options.world}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the link is torn down then, too
+    if options.link:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the link is torn down then, too
     with Link(options.link, options.delay) if options.link else contextlib.nullcontext() as link:
         prepare = None if link is None else link.enter
         rows = launch(_measure, options.world, options.codecs, options, threads=options.threads, prepare=prepare)[0]

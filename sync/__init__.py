@@ -9,6 +9,7 @@ from .fsdp import FSDPHook, fsdp_hook
 from .groups import resolve_group
 from .handover import gather_rows, send_to
 from .islands import IslandAllReduce
+from .loss_filter import LossFilter
 from .plan import Plan
 from .receipt import Receipt
 from .reporters import to_csv, to_tensorboard, to_wandb
@@ -40,6 +41,7 @@ __all__ = [
     "GradientAgreement",
     "IslandAllReduce",
     "Krum",
+    "LossFilter",
     "MajorityVote",
     "Median",
     "NonFinite",

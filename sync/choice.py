@@ -42,6 +42,10 @@ def choose(
         return _ring(codec, feedback, reduce, buffers, world_size), None
     if option in ("linear", "union") or isinstance(codec, SharedTopK):
         return _float_sum(codec, feedback, option, reduce, buffers), None
+    if isinstance(reduce, Rule) and reduce.whole:
+        if option not in ("auto", "all_gather") or second is not None:
+            raise ValueError(f"{type(reduce).__name__} needs whole vectors; leave algorithm and second_codec unset")
+        return AllGather(Cast("f32") if codec is None else codec, feedback, reduce, buffers), None
     if codec is None:
         return _uncompressed(second, option, reduce, buffers, world_size), None
     if option == "auto" and codec.linear and reduce in ("mean", "sum"):

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..compress import Codec, Feedback
+from .errors import Aborted, PeerFailure
 from .exchange import Buffers, Exchange, Shares, Stopwatch, initial_state
 from .frames import HEADER_BYTES, frame_bytes, parse_frame, write_header
-from .peers import FIRST, Peers
+from .hello import exchange_votes
+from .loss_filter import LossFilter
+from .peers import FIRST, Peers, sum_of_parts
 from .plan import Traffic
 from .reduction import Message, Reduction
 from .robust import Rule
@@ -63,17 +67,24 @@ class AllGather:
         slots = [self._buffers.take(length, torch.uint8, device) for length in lengths]
         arrival = peers.all_gather(exchange.frames, slots, FIRST)
         total = exchange.flat if exchange.candidate is None else self._buffers.take(n, torch.float32, device)
+        together = Together(isinstance(self._reduce, LossFilter), peers)
         with arrival, Stopwatch() as watch:
             before = peers.wire_seconds
             reduction = Reduction(self._reduce, shares, total)
-            for rank in self._order(peers):
-                message = self._message(arrival.slot(rank), rank, exchange)
-                reduction.add(message, shares.factors[rank])
-            exchange.result = reduction.result(_whole, exchange.owner_base.get("previous"), exchange.round)
+            with together:
+                for rank in self._order(peers):
+                    message = self._message(arrival.slot(rank), rank, exchange)
+                    reduction.add(message, shares.factors[rank])
+            self._combine(exchange, reduction, peers)
         exchange.receipt.decode_ms += watch.ms - (peers.wire_seconds - before) * 1e3
-        if isinstance(self._reduce, Rule) and self._reduce.stateful and exchange.result is not None:
-            exchange.owner_candidate = {"previous": exchange.result.clone()}
         self._buffers.give(exchange.frames, *slots)
+
+    def _combine(self, exchange: Exchange, reduction: Reduction, peers: Peers) -> None:
+        previous = exchange.owner_base.get("previous")
+        total = partial(_over_ranks, peers) if isinstance(self._reduce, LossFilter) else _whole
+        exchange.result = reduction.result(total, previous, exchange.round, peers.rank)
+        if reduction.memory is not None and exchange.result is not None:
+            exchange.owner_candidate = {"previous": reduction.memory}
 
     def _order(self, peers: Peers) -> Sequence[int]:
         """Rank order. Of two ranks the own message comes first, while the other's travels: a + b is b + a."""
@@ -87,8 +98,12 @@ class AllGather:
         return Message(codec, body, exchange.round, rank, exchange.bucket)
 
 
-def _whole(partial: Tensor) -> Tensor:
-    return partial
+def _over_ranks(peers: Peers, part: Tensor) -> Tensor:
+    return sum_of_parts(peers, part.to(peers.device)).to(part.device)
+
+
+def _whole(part: Tensor) -> Tensor:
+    return part
 
 
 def encode(codec: Codec, feedback: Feedback | None, exchange: Exchange, body: Tensor) -> None:
@@ -103,3 +118,21 @@ def encode(codec: Codec, feedback: Feedback | None, exchange: Exchange, body: Te
         return
     state = initial_state(feedback, exchange)
     exchange.flags, exchange.candidate = feedback.encode(codec, exchange.flat, state, body, **key)
+
+
+class Together:
+    """Ranks about to combine numbers check first that all of them got this far, or none would ever answer."""
+
+    def __init__(self, needed: bool, peers: Peers) -> None:
+        self._needed, self._peers = needed, peers
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if not self._needed or isinstance(error, PeerFailure):
+            return
+        votes = exchange_votes(self._peers, error is None)
+        failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
+        if failed and error is None:
+            raise Aborted(f"ranks {failed} could not decode what they were sent", failed)

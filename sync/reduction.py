@@ -18,6 +18,7 @@ from ..compress import Codec, decode_sum
 from ..compress.fused import fuses
 from .errors import CorruptFrame, SyncError
 from .exchange import Shares
+from .loss_filter import LossFilter
 from .robust import Rule
 
 __all__ = ["Message", "Reduction", "checked"]
@@ -72,6 +73,8 @@ class Reduction:
     def __init__(self, kind: str | Rule, shares: Shares, total: Tensor) -> None:
         self._kind, self._shares, self._total = kind, shares, total
         self._rows: list[Tensor] = []
+        self._ranks: list[int] = []
+        self.memory: Tensor | None = None  # what a rule wants to see again in the next round
         self._counts = torch.zeros_like(total) if kind == "mean_contributors" else None
         self._empty = True
         self._later: list[tuple[Message, float]] | None = [] if total.is_cuda and kind in ("mean", "sum") else None
@@ -93,6 +96,7 @@ class Reduction:
     def _take(self, message: Message, factor: float) -> None:
         if isinstance(self._kind, Rule):
             self._rows.append(torch.empty_like(self._total))
+            self._ranks.append(message.rank)
             message.decode(self._rows[-1])
         elif self._empty or self._counts is not None:
             decoded = self._total if self._empty else torch.empty_like(self._total)
@@ -107,15 +111,16 @@ class Reduction:
             message.add_to(self._total, factor)
         self._empty = False
 
-    def result(self, total: Total, previous: Tensor | None, round: int) -> Tensor | None:
+    def result(self, total: Total, previous: Tensor | None, round: int, own_rank: int = 0) -> Tensor | None:
         """The combined vector; None: the rule says to skip this round.
 
         Args:
             total: completes float64 sums over the slices of the vector.
-            previous: the result of the round before, for rules that need it.
+            previous: the memory of the round before, for rules that need it.
+            own_rank: this rank.
         """
         if isinstance(self._kind, Rule):
-            combined = self._kind.combine(torch.stack(self._rows), total=total, previous=previous, round=round)
+            combined = self._combined(self._kind, total, previous, round, own_rank)
             return None if combined is None else self._total.copy_(combined)
         if self._later and self._decode_together(self._later):
             return self._total
@@ -135,3 +140,15 @@ class Reduction:
         except ValueError:
             return False  # one by one they tell whose
         return True
+
+    def _combined(self, rule: Rule, total: Total, previous: Tensor | None, round: int, own_rank: int) -> Tensor | None:
+        rows = torch.stack(self._rows)
+        if isinstance(rule, LossFilter):
+            world_size = len(self._shares.factors)
+            keys = {"judge": own_rank, "total": total, "memory": previous, "round": round}
+            combined, self.memory = rule.judge(rows, self._ranks, world_size, **keys)  # type: ignore[arg-type]
+            return combined
+        combined = rule.combine(rows, total=total, previous=previous, round=round)
+        if rule.stateful and combined is not None:
+            self.memory = combined.clone()
+        return combined

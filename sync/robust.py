@@ -59,6 +59,11 @@ class Rule:
         """Whether `combine` calls `total`: all rules but those that go coordinate by coordinate."""
         return True
 
+    @property
+    def whole(self) -> bool:
+        """Whether the rule needs whole vectors, so that they must be gathered."""
+        return False
+
     def combine(
         self, x: Tensor, *, total: Total = _alone, previous: Tensor | None = None, round: int = 0
     ) -> Tensor | None:

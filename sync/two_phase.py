@@ -20,11 +20,10 @@ import torch
 from torch import Tensor
 
 from ..compress import EF14, Codec, Feedback
-from .errors import Aborted, PeerFailure
+from .errors import PeerFailure
 from .exchange import Buffers, Exchange, Shares, Stopwatch
 from .frames import ABSENT, FAILED, HEADER_BYTES, FrameHeader, parse_frame, write_header
-from .gather import encode
-from .hello import exchange_votes
+from .gather import Together, encode
 from .peers import FIRST, SECOND, Arrival, Peers, sum_of_parts
 from .plan import Traffic
 from .reduction import Message, Reduction
@@ -139,7 +138,8 @@ class TwoPhase:
         start, stop = self.partition(exchange.elements).bounds[peers.rank]
         length, key, codec = self._first.nbytes(stop - start), slice_bucket(exchange.bucket, peers.rank), self._first
         total = self._buffers.take(stop - start, torch.float32, exchange.flat.device)
-        with arrival, _Together(self._reduce, peers):
+        needs_totals = isinstance(self._reduce, Rule) and self._reduce.needs_totals
+        with arrival, Together(needs_totals, peers):
             reduction = Reduction(self._reduce, shares, total)
             for rank, factor in enumerate(shares.factors):
                 frame = arrival.slot(rank)
@@ -147,8 +147,8 @@ class TwoPhase:
                 reduction.add(Message(codec, body, exchange.round, rank, key), factor)
         together = partial(sum_of_parts, peers)
         result = reduction.result(together, exchange.owner_base.get("owner_previous"), exchange.round)
-        if isinstance(self._reduce, Rule) and self._reduce.stateful and result is not None:
-            exchange.owner_candidate["owner_previous"] = result.clone()
+        if reduction.memory is not None and result is not None:
+            exchange.owner_candidate["owner_previous"] = reduction.memory
         return result
 
     def _encode_own_slice(self, exchange: Exchange, total: Tensor | None, slot: Tensor, owner: int) -> None:
@@ -187,22 +187,3 @@ class TwoPhase:
             bucket = slice_bucket(exchange.bucket, self._world_size + owner)
             Message(codec, body, exchange.round, owner, bucket).decode(result[start:stop])
         return header.flags
-
-
-class _Together:
-    """Owners that are about to combine scalars check first that all of them got this far, or none would ever answer."""
-
-    def __init__(self, kind: str | Rule, peers: Peers) -> None:
-        self._needed = isinstance(kind, Rule) and kind.needs_totals
-        self._peers = peers
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if not self._needed or isinstance(error, PeerFailure):
-            return
-        votes = exchange_votes(self._peers, error is None)
-        failed = [rank for rank, succeeded in enumerate(votes) if not succeeded]
-        if failed and error is None:
-            raise Aborted(f"ranks {failed} could not decode what they were sent", failed)
