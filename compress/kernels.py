@@ -17,6 +17,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -42,6 +43,7 @@ _ARGUMENTS = {
 
 logger = logging.getLogger(__name__)
 _level = "torch"
+_local = threading.local()
 
 
 @lru_cache(maxsize=1)
@@ -134,6 +136,14 @@ def kernel(name: str, arguments: str) -> Any:
 def threads() -> int:
     """Threads a kernel may use: torch's own setting."""
     return torch.get_num_threads()
+
+
+def workspace(nbytes: int) -> Tensor:
+    """At least `nbytes` of memory for one call of a kernel, kept for the calling thread's next one."""
+    kept: Tensor | None = getattr(_local, "workspace", None)
+    if kept is None or kept.numel() < nbytes:
+        _local.workspace = kept = torch.empty(nbytes, dtype=torch.uint8)
+    return kept
 
 
 def _choose_level() -> None:

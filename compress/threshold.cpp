@@ -153,6 +153,9 @@ LC_API int32_t lc_threshold_encode(const void* x, int32_t dtype, const float* re
   return flags;
 }
 
+// The bits of the k-th largest magnitude of n elements.
+LC_API int32_t lc_kth_magnitude(const float* x, int64_t n, int64_t k) { return (int32_t)lc_radix_threshold(x, n, k).bits; }
+
 // The `capacity` largest entries of a list of more in `all` (4-byte aligned), ties to the lower position, as a body.
 LC_API int32_t lc_threshold_trim(const uint8_t* all, int64_t capacity, uint8_t* body) {
   uint32_t hits, count = (uint32_t)capacity;

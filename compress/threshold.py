@@ -12,6 +12,7 @@ The first `4 + 8 count` bytes say everything; a link without fixed lengths needs
 
 from __future__ import annotations
 
+import ctypes
 import math
 import struct
 from dataclasses import dataclass
@@ -221,8 +222,12 @@ class SampledTopK(_Listed):
 
     def _estimate(self, sample: Tensor) -> int:
         """The magnitude bits that the wanted fraction of the sample reaches."""
-        keys = _keys(sample.to(torch.float32))
-        count = math.ceil(self.density * keys.numel())
+        sample = sample.to(torch.float32).contiguous()
+        count = math.ceil(self.density * sample.numel())
+        if kernels.runs_on_kernels(sample):
+            kth = kernels.kernel("lc_kth_magnitude", "pll")(sample.data_ptr(), sample.numel(), count)
+            return max(1, int(kth))
+        keys = _keys(sample)
         return max(1, int(keys.topk(count, sorted=True).values[-1]))
 
 
@@ -264,12 +269,12 @@ class _Selection:
 
     def _list_on_kernels(self, key: int, body: Tensor, capacity: int) -> int:
         threads = min(kernels.threads(), 64)
-        scratch = torch.empty((threads - 1) * 8 * capacity, dtype=torch.uint8)
+        scratch = kernels.workspace((threads - 1) * 8 * capacity)
         call = kernels.kernel("lc_threshold_encode", "pippfllwppi")
         source = (self.x.data_ptr(), kernels.dtype_code(self.x.dtype), *self._corrected())
         target = (self.x.numel(), capacity, key, body.data_ptr(), scratch.data_ptr(), threads)
         self.flags |= int(call(*source, *target)) & ~OVERFLOW
-        return int(body[:4].clone().view(torch.int32)) & 0xFFFFFFFF
+        return int.from_bytes(ctypes.string_at(body.data_ptr(), 4), "little")
 
     def _corrected(self) -> tuple[int | None, int | None, float]:
         return None, None, 1.0
@@ -320,7 +325,8 @@ def _keys(values: Tensor) -> Tensor:
 
 
 def _bits(magnitude: float) -> int:
-    return int(torch.tensor(magnitude, dtype=torch.float32).clamp(max=torch.finfo(torch.float32).max).view(torch.int32))
+    """Those of the nearest float32."""
+    return int.from_bytes(struct.pack("<f", min(magnitude, torch.finfo(torch.float32).max)), "little")
 
 
 def _write(positions: Tensor, values: Tensor, body: Tensor) -> None:

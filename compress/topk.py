@@ -184,6 +184,8 @@ class TopK(Codec):
 
     def _split(self, body: Tensor, n: int) -> Iterator[tuple[Piece, Tensor]]:
         pieces = _plan(self, n)
+        if len(pieces) == 1:
+            return iter(((pieces[0], body),))
         return zip(pieces, torch.split(body, [piece.nbytes for piece in pieces]), strict=True)
 
 
@@ -199,6 +201,8 @@ class Piece:
 
     def of(self, x: Tensor) -> Tensor:
         """This piece of a flat vector."""
+        if self.n == x.numel():
+            return x  # a slice would cost as much as encoding a small vector
         return x[self.start : self.start + self.n]
 
     def to_rows(self, x: Tensor) -> Tensor:
@@ -345,4 +349,4 @@ def _scratch(layout: SparseFormat) -> tuple[Tensor, int, int]:
     """Working memory for kernels: 32-bit words for every thread, their number for one, and the number of threads."""
     copied = layout.c if layout.c <= MAX_COPIED_ROW else 0
     words, threads = 5 * layout.k + 8192 + copied, kernels.threads()
-    return torch.empty(threads * words, dtype=torch.int32), words, threads
+    return kernels.workspace(4 * threads * words), words, threads
