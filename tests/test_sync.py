@@ -39,12 +39,26 @@ def _codec_rank(rank: int, world_size: int) -> dict[str, object]:
                     results[key] = (work.result, receipt)
                 results[f"{algorithm} {type(codec).__name__} {n} state"] = allreduce.state(bucket)
                 results[f"{algorithm} {type(codec).__name__} {n} slice"] = allreduce.owner_slice(n)
+    exact = AllReduce(codec=ExactCodec(), algorithm="two_phase")
+    for shift in range(2):  # every rank brings the vector of the next one
+        results[f"shift {shift}"] = exact.reduce(_vector((rank + shift) % world_size, 1000, 0)).result.clone()
     return results
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def _check_order(outcomes: list[dict[str, object]], world_size: int) -> None:
+    """Uncompressed two phases give the mean in rank order, bit for bit; other orders differ by rounding only."""
+    for shift in range(2):
+        vectors = [_vector((rank + shift) % world_size, 1000, 0) for rank in range(world_size)]
+        expected = ordered_mean(vectors, [1.0] * world_size, float(world_size))
+        for outcome in outcomes:
+            assert _same(outcome[f"shift {shift}"], expected)
+            torch.testing.assert_close(outcome["shift 1"], outcome["shift 0"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5])
 def test_codecs_equal_their_emulation_on_all_ranks(world_size: int) -> None:
     outcomes = run_ranks(_codec_rank, world_size)
+    _check_order(outcomes, world_size)
     for algorithm in ("all_gather", "two_phase"):
         for codec in (ExactCodec(), SignCodec(4)):
             for bucket, n in enumerate(SIZES):
