@@ -116,6 +116,11 @@ class StreamingDiLoCo(LowCommOptimizer):
         ] = []  # of every fragment in memory (one device and dtype each), its number in the schedule
         self._partition()
 
+    @property
+    def delay(self) -> int:
+        """tau, inner steps between sending a fragment and applying the result."""
+        return self._tau
+
     # ---- when ----------------------------------------------------------------------------------------------------
 
     def _count(self) -> int:

@@ -1,37 +1,36 @@
 """`lowcomm compare`: any methods side by side, same text, model, inner optimizer, schedule and number of tokens.
 
-    lowcomm compare "DiLoCo(sync_every=20)" "LocalSGD(sync_every=20)" --seeds 3
-    lowcomm compare DiLoCo --codec Int8 --codec "TopK(density=0.03125)"
+    lowcomm compare diloco streaming_diloco "desloc(sync_every=32)" --seeds 3
+    lowcomm compare "DiLoCo(sync_every=20, outer_lr=1.0)" --codec Int8 --codec "TopK(density=1/32)"
 
-Synchronous data parallel always runs first, as the baseline.
+A METHOD is a recipe (lower case, see `lowcomm run`) or a class of `lowcomm.optim` around AdamW. Synchronous data
+parallel always runs first, as the baseline.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import functools
 import importlib
+import inspect
 import json
-import os
-import platform
 import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import torch
 from lowcomm.recipes import plot
-from lowcomm.recipes.data import load_text
-from lowcomm.recipes.model import ModelSettings, Transformer
+from lowcomm.recipes.arguments import add_training_arguments, settings_of, text_of
+from lowcomm.recipes.data import Text
+from lowcomm.recipes.expressions import name_and_keywords, parse_call
+from lowcomm.recipes.measure import machine
+from lowcomm.recipes.model import Transformer
 from lowcomm.recipes.progress import Progress
-from lowcomm.recipes.report import summarize, table
-from lowcomm.recipes.training import Method, Record, Settings, run_workers
-
-import lowcomm
+from lowcomm.recipes.report import BANDWIDTHS, summarize, table
+from lowcomm.recipes.run import build_of
+from lowcomm.recipes.training import Method, Record, Settings, around_adamw, run_workers
 
 __all__ = ["Run", "add_arguments", "compare", "main", "parse_call"]
 
@@ -40,17 +39,32 @@ BASELINE = "synchronous"
 
 @dataclass(frozen=True)
 class Run:
-    """A named method; None is synchronous data parallel."""
+    """A named method; None is synchronous data parallel.
+
+    Attributes:
+        name: in the table.
+        wrap: an optimizer class of `lowcomm.optim` with keywords, or a recipe's `build` with keywords.
+    """
 
     name: str
-    method: Method | None
+    wrap: functools.partial[Any] | None
+
+    @property
+    def method(self) -> Method | None:
+        """What `training.train` takes."""
+        if self.wrap is None or not isinstance(self.wrap.func, type):
+            return self.wrap
+        return functools.partial(around_adamw, self.wrap)
 
     def describe(self) -> str:
-        if self.method is None:
+        if self.wrap is None:
             return "gradients averaged at every step"
-        assert isinstance(self.method, functools.partial)
-        arguments = ", ".join(f"{key}={value!r}" for key, value in self.method.keywords.items())
-        return f"{self.method.func.__name__}({arguments})"
+        keywords, function = self.wrap.keywords, self.wrap.func
+        if not isinstance(function, type):  # a recipe's defaults may change
+            parameters = inspect.signature(function).parameters.values()
+            keywords = {**{p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}, **keywords}
+        name = function.__name__ if isinstance(function, type) else function.__module__.rpartition(".")[2]
+        return f"{name}({', '.join(f'{key}={value!r}' for key, value in keywords.items())})"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,78 +73,66 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Train with several methods at equal settings and tokens, beside synchronous data parallel.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("methods", nargs="+", metavar="METHOD", help='of lowcomm.optim: "DiLoCo(outer_lr=0.8)"')
+    parser.add_argument(
+        "methods", nargs="+", metavar="METHOD", help='recipe or class of lowcomm.optim: "diloco(outer_lr=0.8)"'
+    )
     parser.add_argument(
         "--codec", action="append", default=[], help='of lowcomm.compress, also run with each method: "Int8"'
     )
-    parser.add_argument("--sync-every", type=int, default=20, help="steps between syncs, unless METHOD says it")
+    parser.add_argument("--sync-every", type=int, help="steps between syncs, unless METHOD says it (20 for classes)")
     add_arguments(parser, Settings(), output="lowcomm-compare")
     options = parser.parse_args(argv)
     runs = [Run(BASELINE, None)]
     for text in options.methods:
-        method = parse_call(text, importlib.import_module("lowcomm.optim"))
-        keywords = {"sync_every": options.sync_every, **method.keywords}
-        runs.append(Run(text, functools.partial(method.func, **keywords)))
+        method = method_of(text, options.sync_every)
+        runs.append(Run(text, method))
         for codec in options.codec:
             compress = parse_call(codec, importlib.import_module("lowcomm.compress"))()
-            runs.append(Run(f"{text} + {codec}", functools.partial(method.func, **keywords, compress=compress)))
+            runs.append(Run(f"{text} + {codec}", functools.partial(method, compress=compress)))
     return compare("compare", runs, options, argv)
 
 
-def parse_call(text: str, module: ModuleType) -> functools.partial[Any]:
-    """`Name` or `Name(key=value, ...)`, a public class of `module`, as a partial call; values are Python literals.
-
-    >>> import lowcomm.compress
-    >>> parse_call("EF14", lowcomm.compress).func.__name__
-    'EF14'
-    """
-    rule = f"{text!r} is not of the form Name or Name(key=value, ...)"
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        keywords = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
-    except (SyntaxError, ValueError):
-        raise ValueError(rule) from None
-    if not isinstance(call.func, ast.Name) or call.args or "None" in keywords:
-        raise ValueError(rule)
-    if call.func.id not in module.__all__ or not isinstance(getattr(module, call.func.id), type):
-        raise ValueError(f"{module.__name__} has no class {call.func.id!r}; it has {', '.join(module.__all__)}")
-    return functools.partial(getattr(module, call.func.id), **keywords)
+def method_of(text: str, sync_every: int | None) -> functools.partial[Any]:
+    """A recipe or a class with keywords, of which `sync_every` is one unless the text or the recipe says otherwise."""
+    name, keywords = name_and_keywords(text)
+    if name.islower():
+        build = build_of(name)
+        takes = "sync_every" in build.__annotations__
+        default = {} if sync_every is None or not takes else {"sync_every": sync_every}
+        unknown = set(keywords) - set(build.__annotations__)
+        if unknown:
+            raise ValueError(f"{text!r}: the recipe does not take {', '.join(sorted(unknown))}")
+        return functools.partial(build, **{**default, **keywords})
+    wrap = parse_call(text, importlib.import_module("lowcomm.optim"))
+    return functools.partial(wrap.func, **{"sync_every": 20 if sync_every is None else sync_every, **wrap.keywords})
 
 
 def add_arguments(parser: argparse.ArgumentParser, settings: Settings, output: str) -> None:
     """Options that all comparisons share; `settings` holds the defaults."""
-    model = settings.model
-    text = parser.add_argument_group("text")
-    text.add_argument("--text", metavar="PATH", help="file or folder (default: the Python standard library's *.py)")
-    text.add_argument("--data", metavar="hf:NAME", help="Hugging Face dataset with a column 'text'")
-    training = parser.add_argument_group("training, the same for all runs")
-    training.add_argument("--workers", type=int, default=2, help="local processes, one torch thread each")
-    training.add_argument("--steps", type=int, default=settings.steps, help="inner steps")
-    training.add_argument("--batch", type=int, default=settings.batch, help="sequences per worker and step")
-    training.add_argument("--context", type=int, default=model.context, help="bytes per sequence")
-    training.add_argument("--width", type=int, default=model.width, help="channels of the transformer")
-    training.add_argument("--depth", type=int, default=model.depth, help="blocks of the transformer")
-    training.add_argument("--heads", type=int, default=model.heads, help="attention heads")
-    training.add_argument("--lr", type=float, default=settings.lr, help="AdamW's highest learning rate")
-    training.add_argument("--lr-warmup", type=int, default=settings.lr_warmup, help="steps of rising learning rate")
-    training.add_argument("--evaluations", type=int, default=settings.evaluations, help="validations per run")
-    training.add_argument(
-        "--validation-windows", type=int, default=settings.validation_windows, help="sequences per validation"
+    add_training_arguments(parser, settings)
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions, of which the table shows the mean")
+    parser.add_argument(
+        "--bandwidth",
+        type=float,
+        nargs="+",
+        default=list(BANDWIDTHS),
+        help="of each worker, bits per second: the table's last columns and the plot's last panel",
     )
-    training.add_argument("--seed", type=int, default=settings.seed, help="first seed")
-    training.add_argument("--seeds", type=int, default=1, help="repetitions, of which the table shows the mean")
+    parser.add_argument(
+        "--step-time",
+        type=float,
+        help="computing seconds of a step in those columns; None: as measured",
+    )
+    parser.add_argument("--reuse", action="store_true", help="take runs that --output holds logs of from there")
     parser.add_argument("--output", metavar="DIR", type=Path, default=Path(output), help="folder for logs and plot")
 
 
 def compare(tool: str, runs: Sequence[Run], options: argparse.Namespace, argv: Sequence[str] | None) -> int:
     """Train all `runs` as the options say; print table and JSON; write logs and plot."""
-    if not (options.data is None or options.data.startswith("hf:")):
-        raise ValueError(f"--data must be hf:NAME but is {options.data!r}")
     if options.workers < 1 or options.seeds < 1:
         raise ValueError(f"--workers and --seeds must be at least 1 but are {options.workers} and {options.seeds}")
     settings = [settings_of(options, options.seed + i) for i in range(options.seeds)]
-    text = load_text(options.text, None if options.data is None else options.data[3:])
+    text = text_of(options)
     parameters = sum(p.numel() for p in Transformer(settings[0].model).parameters())
     tokens = settings[0].steps * options.workers * settings[0].batch * settings[0].model.context
     print(
@@ -138,24 +140,10 @@ def compare(tool: str, runs: Sequence[Run], options: argparse.Namespace, argv: S
         f"({text.train.numel():,} to train on, {text.validation.numel():,} held out)",
         flush=True,
     )
-    options.output.mkdir(parents=True, exist_ok=True)
-    jobs = [(run, each) for each in settings for run in runs]
-    paths = [options.output / f"{slug(run.name)}-seed{each.seed}.jsonl" for run, each in jobs]
-    with Progress([f"{run.name}, seed {each.seed}" for run, each in jobs]) as progress:
-
-        def on_report(report: dict[str, Any]) -> None:
-            progress.update(report)
-            if "records" in report:
-                run, each = jobs[report["job"]]
-                write_log(paths[report["job"]], run, each, options.workers, report["records"])
-
-        results = run_workers([(each, run.method) for run, each in jobs], text, options.workers, on_report)
-    logs: dict[str, list[list[Record]]] = {run.name: [] for run in runs}
-    for (run, _), records in zip(jobs, results, strict=True):
-        logs[run.name].append(records)
-    summary = summarize(logs)
+    logs, paths = train_all(runs, settings, options, text)
+    summary = summarize(logs, options.bandwidth, options.step_time)
     print(table(summary))
-    figure = plot.try_draw(paths, options.output / "loss.png")
+    figure = plot.try_draw(paths, options.output / "loss.png", min(options.bandwidth), options.step_time)
     print(f"logs: {options.output}" + (f", plot: {figure}" if figure else ""))
     for entry, run in zip(summary["runs"], runs, strict=True):
         entry["method"] = run.describe()
@@ -163,7 +151,7 @@ def compare(tool: str, runs: Sequence[Run], options: argparse.Namespace, argv: S
     head = {
         "tool": tool,
         "command": shlex.join(command),
-        **environment(),
+        **machine(),
         "text": text.name,
         "parameters": parameters,
         "workers": options.workers,
@@ -174,27 +162,32 @@ def compare(tool: str, runs: Sequence[Run], options: argparse.Namespace, argv: S
     return 0
 
 
-def settings_of(options: argparse.Namespace, seed: int) -> Settings:
-    return Settings(
-        model=ModelSettings(options.width, options.depth, options.heads, options.context),
-        steps=options.steps,
-        batch=options.batch,
-        lr=options.lr,
-        lr_warmup=options.lr_warmup,
-        evaluations=options.evaluations,
-        validation_windows=options.validation_windows,
-        seed=seed,
-    )
+def train_all(
+    runs: Sequence[Run], settings: Sequence[Settings], options: argparse.Namespace, text: Text
+) -> tuple[dict[str, list[list[Record]]], list[Path]]:
+    """Train every run with every seed, unless its log is to be reused; records by name and seed, and the logs."""
+    options.output.mkdir(parents=True, exist_ok=True)
+    jobs = [(run, each) for each in settings for run in runs]
+    paths = [options.output / f"{slug(run.name)}-seed{each.seed}.jsonl" for run, each in jobs]
+    heads = [head_of(run, each, options.workers) for run, each in jobs]
+    results = [read_log(path, head) if options.reuse else None for path, head in zip(paths, heads, strict=True)]
+    left = [i for i, records in enumerate(results) if records is None]
+    with Progress([f"{jobs[i][0].name}, seed {jobs[i][1].seed}" for i in left]) as progress:
 
+        def on_report(report: dict[str, Any]) -> None:
+            progress.update(report)
+            if "records" in report:
+                i = left[report["job"]]
+                results[i] = report["records"]
+                write_log(paths[i], heads[i], report["records"])
 
-def environment() -> dict[str, Any]:
-    """What a result depends on beside the settings."""
-    return {
-        "version": lowcomm.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPUs",
-    }
+        if left:
+            run_workers([(jobs[i][1], jobs[i][0].method) for i in left], text, options.workers, on_report)
+    logs: dict[str, list[list[Record]]] = {run.name: [] for run in runs}
+    for (run, _), records in zip(jobs, results, strict=True):
+        assert records is not None
+        logs[run.name].append(records)
+    return logs, paths
 
 
 def slug(name: str) -> str:
@@ -205,9 +198,21 @@ def slug(name: str) -> str:
     return re.sub(r"[^a-z0-9._]+", "-", name.lower()).strip("-")
 
 
-def write_log(path: Path, run: Run, settings: Settings, workers: int, records: list[Record]) -> None:
+def head_of(run: Run, settings: Settings, workers: int) -> dict[str, Any]:
+    """A log's first line: what was run."""
+    return {"run": run.name, "method": run.describe(), "workers": workers, "settings": asdict(settings)}
+
+
+def read_log(path: Path, head: dict[str, Any]) -> list[Record] | None:
+    """The records of a run with this head, or None."""
+    if not path.exists():
+        return None
+    first, *records = map(json.loads, path.read_text().splitlines())
+    return records if first == head and records else None
+
+
+def write_log(path: Path, head: dict[str, Any], records: list[Record]) -> None:
     """JSON lines: what was run, then one record per validation."""
-    head = {"run": run.name, "method": run.describe(), "workers": workers, "settings": asdict(settings)}
     with open(path, "w") as file:
         for line in (head, *records):
             file.write(json.dumps(line) + "\n")

@@ -22,8 +22,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from lowcomm.compress import Codec
-from lowcomm.recipes.compare import parse_call
-from lowcomm.recipes.report import align
+from lowcomm.recipes.expressions import parse_call
+from lowcomm.recipes.report import align, bits
 from lowcomm.sync.frames import frame_bytes
 from lowcomm.sync.hello import HELLO_BYTES
 from lowcomm.sync.slices import Partition
@@ -227,16 +227,3 @@ def table(plans: Sequence[Plan], target: float) -> str:
         for row in plans
     ]
     return align([head, *rows], left=2)
-
-
-def bits(rate: float) -> str:
-    """
-    >>> bits(1e8), bits(2.5e9)
-    ('100 Mbit/s', '2.5 Gbit/s')
-    """
-    if rate == math.inf:
-        return "never"
-    for unit, size in (("Gbit/s", 1e9), ("Mbit/s", 1e6), ("kbit/s", 1e3)):
-        if rate >= size:
-            return f"{rate / size:.3g} {unit}"
-    return f"{rate:.3g} bit/s"

@@ -29,7 +29,7 @@ class Progress:
                 self.tqdm = importlib.import_module("tqdm").tqdm
 
     def update(self, report: dict[str, Any]) -> None:
-        if "step" not in report:
+        if "loss" not in report:
             return
         if report["job"] != self.job:
             self._close()

@@ -1,14 +1,15 @@
 """The training loop that the demo, the comparison and the recipes share: one run, one method, a list of log records.
 
 A run is `Settings` (data order, model, inner optimizer, schedule: equal for all methods) and a method. The method is
-None for synchronous data parallel, or anything that wraps the inner optimizer: `partial(DiLoCo, sync_every=20)`.
+None for synchronous data parallel, or a function from model and settings to an optimizer: the `build` of a recipe, or
+`partial(around_adamw, partial(DiLoCo, sync_every=20))`.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,14 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from lowcomm.optim import CO2, AutoLoCo, EagerDiLoCo, StreamingDiLoCo
 from lowcomm.recipes.data import Batches, Text, windows
 from lowcomm.recipes.launch import Report, launch
 from lowcomm.recipes.model import ModelSettings, Transformer
 from torch import Tensor, nn
 
-__all__ = ["Method", "Record", "Settings", "evaluate", "inner_optimizer", "run_workers", "schedule", "train"]
+__all__ = [
+    "Method",
+    "Record",
+    "Settings",
+    "around_adamw",
+    "evaluate",
+    "inner_optimizer",
+    "run_workers",
+    "schedule",
+    "train",
+]
 
-Method = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
 Record = dict[str, Any]
 
 BETAS = (0.9, 0.95)
@@ -31,6 +42,7 @@ WEIGHT_DECAY = 0.1
 MAX_GRADIENT_NORM = 1.0
 REPORT_SECONDS = 0.2  # between progress reports
 EVALUATION_BATCH = 32  # sequences
+NAMED_PARAMETERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 6)  # torch.optim takes names
 
 
 @dataclass(frozen=True)
@@ -69,13 +81,21 @@ class Settings:
         return {self.steps * i // count for i in range(1, count + 1)}
 
 
+Method = Callable[[nn.Module, Settings], Any]
+
+
+def around_adamw(wrap: Callable[[torch.optim.Optimizer], Any], model: nn.Module, settings: Settings) -> Any:
+    """`wrap` around the usual inner optimizer: a method, once `wrap` is given by functools.partial."""
+    return wrap(inner_optimizer(model, settings.lr))
+
+
 def run_workers(
     jobs: Sequence[tuple[Settings, Method | None]], text: Text, workers: int, on_report: Report | None = None
 ) -> list[list[Record]]:
     """Train every job in turn on `workers` local processes; return the first worker's records of each.
 
-    `on_report` gets {"job": index, "step", "steps", "loss"} now and then, and {"job": index, "records"} when a job is
-    done.
+    `on_report` gets {"job": index, "step", "steps", "loss"} now and then, {"job": index, ...record} at each validation,
+    and {"job": index, "records"} when a job is done.
     """
     results: list[list[Record]] = launch(train_jobs, workers, list(jobs), text, on_report=on_report)[0]
     return results
@@ -98,20 +118,26 @@ def train_jobs(
 
 
 def train(
-    rank: int, world_size: int, report: Report, settings: Settings, method: Method | None, text: Text
+    rank: int,
+    world_size: int,
+    report: Report,
+    settings: Settings,
+    method: Method | None,
+    text: Text,
+    device: str | torch.device = "cpu",
 ) -> list[Record]:
     """One worker's run. The default process group joins the workers.
 
     Returns:
         One record for each validation: step, tokens (of all workers), train_loss (mean since the last record, this
         worker), validation_loss, bytes_sent (by this worker), syncs, seconds, blocked_seconds (part of `seconds` spent
-        waiting for the exchange). Validation counts neither as time nor as traffic.
+        waiting for the exchange), overlap_steps (steps during which an exchange may go on), state_per_parameter
+        (numbers that the optimizer keeps for each parameter). Validation counts neither as time nor as traffic.
     """
     torch.manual_seed(settings.seed)
-    model = Transformer(settings.model)
-    inner = inner_optimizer(model, settings.lr)
-    local = None if method is None else method(inner)
-    optimizer = inner if local is None else local
+    model = Transformer(settings.model).to(device)
+    local = None if method is None else method(model, settings)
+    optimizer = inner_optimizer(model, settings.lr) if local is None else local
     scheduler = schedule(optimizer, settings.steps, settings.lr_warmup)
     batches = iter(Batches(text.train, settings.batch, settings.model.context, rank, world_size, settings.seed))
     traffic: Traffic = SynchronousTraffic(model) if local is None else LocalTraffic(model, local)
@@ -119,9 +145,9 @@ def train(
     records: list[Record] = []
     for step in range(1, settings.steps + 1):
         tokens, targets = next(batches)
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(model(tokens.to(device)).flatten(0, 1), targets.to(device).flatten())
         loss.backward()
-        traffic.before_step()
+        traffic.before_step(loss)
         nn.utils.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         traffic.after_step(last=step == settings.steps)
@@ -131,6 +157,7 @@ def train(
         if step in settings.evaluated():
             with meter.paused(), traffic.shared_weights():
                 validation_loss = evaluate(model, text.validation, settings.validation_windows, rank, world_size)
+                kept = state_per_parameter(optimizer, model)
             records.append(
                 {
                     "step": step,
@@ -141,17 +168,29 @@ def train(
                     "syncs": traffic.syncs,
                     "seconds": meter.seconds(),
                     "blocked_seconds": traffic.blocked_seconds,
+                    "overlap_steps": overlap_steps(local),
+                    "state_per_parameter": kept,
                 }
             )
+            report(records[-1])
     return records
 
 
 def inner_optimizer(model: nn.Module, lr: float) -> torch.optim.AdamW:
     """AdamW, with weight decay on matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": WEIGHT_DECAY}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=lr, betas=BETAS)
+    return torch.optim.AdamW(decay_groups(model.named_parameters()), lr=lr, betas=BETAS)
+
+
+def decay_groups(parameters: Iterable[tuple[str, Tensor]]) -> list[dict[str, Any]]:
+    """Two parameter groups: matrices with weight decay, vectors without. They keep their names where torch can."""
+    groups: list[dict[str, Any]] = []
+    named = list(parameters)
+    for decay, chosen in (
+        (WEIGHT_DECAY, [(name, p) for name, p in named if p.dim() >= 2]),
+        (0.0, [(name, p) for name, p in named if p.dim() < 2]),
+    ):
+        groups.append({"params": chosen if NAMED_PARAMETERS else [p for _, p in chosen], "weight_decay": decay})
+    return groups
 
 
 def schedule(optimizer: torch.optim.Optimizer, steps: int, warmup: int) -> torch.optim.lr_scheduler.LambdaLR:
@@ -179,6 +218,28 @@ def evaluate(model: Transformer, text: Tensor, count: int, rank: int = 0, world_
     return float(total) / (count * context)
 
 
+def overlap_steps(optimizer: Any) -> int:
+    """Inner steps of `optimizer` that hide an exchange."""
+    if isinstance(optimizer, StreamingDiLoCo):
+        return optimizer.delay
+    if isinstance(optimizer, (CO2, EagerDiLoCo)):
+        group = optimizer.param_groups[0]
+        return int(group.get("delay", 1) * group["sync_every"])
+    return 0
+
+
+def state_per_parameter(optimizer: torch.optim.Optimizer, model: nn.Module) -> float:
+    """Numbers in the optimizer's state_dict for each parameter of the model: two for AdamW alone."""
+    return count_numbers(optimizer.state_dict()["state"]) / sum(p.numel() for p in model.parameters())
+
+
+def count_numbers(value: Any) -> int:
+    """Elements of all tensors with dimensions in nested dicts."""
+    if isinstance(value, dict):
+        return sum(count_numbers(part) for part in value.values())
+    return value.numel() if isinstance(value, Tensor) and value.dim() > 0 else 0
+
+
 class Traffic:
     """What a run has sent and waited for."""
 
@@ -186,7 +247,7 @@ class Traffic:
     syncs = 0
     blocked_seconds = 0.0
 
-    def before_step(self) -> None:
+    def before_step(self, loss: Tensor) -> None:
         """Called with fresh gradients."""
 
     def after_step(self, last: bool) -> None:
@@ -205,10 +266,10 @@ class SynchronousTraffic(Traffic):
 
     def __init__(self, model: nn.Module) -> None:
         self.parameters = list(model.parameters())
-        self.flat = torch.zeros(sum(p.numel() for p in self.parameters))
+        self.flat = torch.cat([torch.zeros_like(p).flatten() for p in self.parameters])
         self.bytes_per_step = 2 * (dist.get_world_size() - 1) * self.flat.nbytes // dist.get_world_size()
 
-    def before_step(self) -> None:
+    def before_step(self, loss: Tensor) -> None:
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch.cat([g.flatten() for g in gradients], out=self.flat)
         begin = time.perf_counter()
@@ -227,6 +288,10 @@ class LocalTraffic(Traffic):
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
         self.seen: object = None
+
+    def before_step(self, loss: Tensor) -> None:
+        if isinstance(self.optimizer, AutoLoCo):
+            self.optimizer.record(loss.detach())
 
     def after_step(self, last: bool) -> None:
         self._account()

@@ -292,7 +292,8 @@ def test_workers_see_disjoint_text_and_equal_order() -> None:
 
 def _record(loss: float, num_bytes: int, seconds: float, blocked: float) -> dict[str, float]:
     times = {"seconds": seconds, "blocked_seconds": blocked}
-    return {"validation_loss": loss, "bytes_sent": num_bytes, "tokens": 1000, "syncs": 2, **times}
+    common = {"tokens": 1000, "syncs": 2, "step": 10, "overlap_steps": 0, "state_per_parameter": 4.0}
+    return {"validation_loss": loss, "bytes_sent": num_bytes, **common, **times}
 
 
 def test_time_to_loss_is_compute_plus_bytes_over_bandwidth() -> None:

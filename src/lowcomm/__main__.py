@@ -10,6 +10,7 @@ TOOLS = {
     "bench": "speed, rate and error of codecs",
     "bench-engine": "what the optimizers cost beside the work they wrap",
     "bench-sync": "compressed all-reduces beside gloo's, on this machine or over a limited link",
+    "run": "train with one method: `lowcomm run RECIPE`",
     "compare": "any methods and codecs side by side, at equal tokens",
     "plan": "what a network's bandwidth does to a method: bytes, time per round, utilisation",
 }
