@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from lowcomm.compress import E3M0, Int4
-from lowcomm.recipes import fedavg, recipe, rosenbrock
+from lowcomm.recipes import bench_overlap, fedavg, recipe, rosenbrock
 from lowcomm.recipes.data import Text
+from lowcomm.recipes.links import unavailable
 from lowcomm.recipes.model import ModelSettings
 from lowcomm.recipes.run import RECIPES, build_of
 from lowcomm.recipes.training import Settings, train
@@ -165,6 +166,16 @@ def test_fedavg_clients_have_less_and_less() -> None:
     assert [fedavg.samples_of(96, rank, 4) for rank in range(4)] == [96, 84, 72, 60]
     batches = list(fedavg.client_batches(text().train, 10, 2, SETTINGS, round_=1))
     assert [len(tokens) for tokens, _ in batches] == [4, 4, 2] * 2
+
+
+@pytest.mark.skipif(bool(unavailable()), reason="needs network namespaces")
+def test_overlap_benchmark_over_a_link(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--link", "1gbit", "--elements", "4096", "--step", "0.005", "--sync-every", "4", "--delay", "1"]
+    assert bench_overlap.main([*arguments, "--rounds", "1"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    rows = {row["method"]: row for row in result["rows"]}
+    assert rows["local"]["exchange_ms"] == 0.0 < rows["EagerDiLoCo"]["exchange_ms"]
+    assert all(row["ms"] >= 5.0 for row in rows.values())
 
 
 # ---- Rosenbrock -----------------------------------------------------------------------------------------------------
