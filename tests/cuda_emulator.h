@@ -93,9 +93,19 @@ struct Fiber {
   ucontext_t context;
 };
 
+// What the sanitizer knows barriers by. Fibers resume one after another, and those that have may be at the next barrier
+// while others still leave this one, which must not learn from them what is ordered: so barriers alternate.
+struct Ordering {
+  char barriers[2];
+  unsigned passed;
+
+  EMU_UNCHECKED void* current() { return &barriers[passed & 1]; }
+};
+
 struct Warp {
   uint32_t waiting, exited, present;
   Fiber* lanes;
+  Ordering syncs;
 };
 
 constexpr size_t STACK_BYTES = 256 << 10;
@@ -107,6 +117,8 @@ static Warp warps[MAX_WARPS];
 static unsigned warp_order[MAX_WARPS], lane_order[32];
 static Fiber* current;
 static unsigned num_threads, live, arrived, votes;
+static Ordering barriers;
+static char block_begins, block_ends;
 static Index block_index, block_size, grid_size;
 static void (*entry)(void**);
 static void** entry_arguments;
@@ -203,6 +215,7 @@ EMU_UNCHECKED static void complete(Warp& warp, uint32_t mask, Operation operatio
   for (unsigned i = 0; i < 32; ++i)
     if (members >> i & 1) warp.lanes[i].state = RUNNING;
   warp.waiting &= ~members;
+  if (operation == SYNC) ++warp.syncs.passed;
 }
 
 EMU_UNCHECKED static uint64_t collective(Operation operation, uint32_t mask, uint64_t given, int source) {
@@ -212,11 +225,12 @@ EMU_UNCHECKED static uint64_t collective(Operation operation, uint32_t mask, uin
   fiber.operation = operation, fiber.mask = mask, fiber.given = given, fiber.source = source;
   fiber.state = AT_COLLECTIVE;
   warp.waiting |= 1u << fiber.lane;
-  if (operation == SYNC) __tsan_release(&warp);  // the others order no memory accesses
+  void* const order = warp.syncs.current();
+  if (operation == SYNC) __tsan_release(order);  // the others order no memory accesses
   const uint32_t needed = expected(warp, mask);
   if ((warp.waiting & needed) == needed) complete(warp, mask, operation);
   while (fiber.state != RUNNING) to_scheduler();
-  if (operation == SYNC) __tsan_acquire(&warp);
+  if (operation == SYNC) __tsan_acquire(order);
   return fiber.result;
 }
 
@@ -226,17 +240,18 @@ EMU_UNCHECKED static void open_barrier_if_all_wait() {
   if (!arrived || arrived != live) return;
   for (unsigned i = 0; i < num_threads; ++i)
     if (fibers[i].state == AT_BARRIER) fibers[i].state = RUNNING, fibers[i].result = votes;
-  arrived = votes = 0;
+  arrived = votes = 0, ++barriers.passed;
 }
 
 EMU_UNCHECKED static unsigned barrier(bool vote) {
   Fiber& fiber = *current;
   fiber.state = AT_BARRIER;
   ++arrived, votes += vote;
-  __tsan_release(&arrived);
+  void* const order = barriers.current();
+  __tsan_release(order);
   open_barrier_if_all_wait();
   while (fiber.state != RUNNING) to_scheduler();
-  __tsan_acquire(&arrived);
+  __tsan_acquire(order);
   return (unsigned)fiber.result;
 }
 
@@ -244,9 +259,9 @@ EMU_UNCHECKED static unsigned barrier(bool vote) {
 
 EMU_UNCHECKED static void run_thread() {
   for (;;) {
-    __tsan_acquire(&entry);
+    __tsan_acquire(&block_begins);
     entry(entry_arguments);
-    __tsan_release(&entry);
+    __tsan_release(&block_ends);
     Fiber& fiber = *current;
     Warp& warp = *fiber.warp;
     fiber.state = DONE, --live, warp.exited |= 1u << fiber.lane;
@@ -291,14 +306,14 @@ EMU_UNCHECKED static void run_block(int order) {
   if (__start_emu_shared) memset(__start_emu_shared, 0xFF, (size_t)(__stop_emu_shared - __start_emu_shared));
   for (unsigned i = 0; i < num_threads; ++i) fibers[i].state = RUNNING;
   for (unsigned w = 0; w < num_warps; ++w) warps[w].waiting = warps[w].exited = 0;
-  __tsan_release(&entry);
+  __tsan_release(&block_begins);
   while (live) {
     if (order == SHUFFLED) shuffle(warp_order, num_warps), shuffle(lane_order, 32);
     bool ran = false;
     for (unsigned w = 0; w < num_warps; ++w) ran |= run_warp(warps[warp_order[w]], order);
     if (!ran) fail("deadlock: threads wait for others that do not come");
   }
-  __tsan_acquire(&entry);
+  __tsan_acquire(&block_ends);
 }
 
 EMU_UNCHECKED static void set_up(int order) {

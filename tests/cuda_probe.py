@@ -1,0 +1,80 @@
+"""Run every CUDA kernel once in the emulator and compare with torch operations; a program of its own, because the race
+detector must be loaded before Python.
+
+    python cuda_probe.py --order backward [--tsan] [--replace sign=changed.cu] [--only sign]
+
+Used by test_cuda_races.py (with --tsan) and by cuda_mutations.py (with changed sources).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from codec_checks import gaussian, results
+from cuda_emulator import ORDERS, Emulator, compiler, emulated
+from lowcomm.compress import E3M0, Cast, Codec, Float8, Int4, Int8, Sign, Ternary, use_kernel_level
+
+# The files in cuda/ with codecs that go through all that can race in them: groups of several warps, partial blocks.
+PROBES: dict[str, tuple[tuple[Codec, int], ...]] = {
+    "sign": ((Sign("two_means", 1024), 2600), (Sign(), 2300)),
+    "int": ((Int8(block=1024, affine=True), 2600), (Int4(rounding="stochastic"), 2100), (Int4(scale="bf16"), 77)),
+    "e3m0": ((E3M0(1024), 2600), (E3M0(rounding="stochastic"), 300)),
+    "float8": ((Float8(block=1024), 2600), (Float8("e5m2"), 300)),
+    "cast": ((Cast("bf16"), 2100), (Cast("fp16"), 77)),
+    "ternary": (
+        (Ternary(block=512), 5200),
+        (Ternary("stochastic", clip=2.5), 2900),
+        (Ternary("stochastic", "2bit", 1024, 2.5), 2600),
+    ),
+}
+
+
+def probe(emulator: Emulator, sources: list[str]) -> None:
+    """Raise AssertionError or RuntimeError where a kernel does something else than torch operations."""
+    for source in sources:
+        for codec, n in PROBES[source]:
+            for x in (gaussian(n), torch.where(gaussian(n, 1) > 2, torch.nan, gaussian(n) * 1e30)):
+                with use_kernel_level("torch"):
+                    expected = results(codec, x)
+                with emulated(emulator):
+                    found = results(codec, x)
+                same = [torch.equal(a, b) for a, b in zip(expected, found, strict=True)]
+                assert all(same), f"wrong result: {codec.config}, {same}"
+
+
+def run_apart(arguments: list[str], tsan: bool) -> subprocess.CompletedProcess[str]:
+    """This program in a process of its own, under the race detector or not."""
+    environment = dict(os.environ, PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    if tsan:
+        library = subprocess.run(
+            [compiler(), "-print-file-name=libtsan.so"], text=True, capture_output=True, check=True
+        )
+        environment["LD_PRELOAD"] = os.path.realpath(library.stdout.strip())
+        environment["TSAN_OPTIONS"] = "exitcode=66 halt_on_error=1"
+        environment["OMP_NUM_THREADS"] = "1"
+        arguments = [*arguments, "--tsan"]
+    command = [sys.executable, __file__, *arguments]
+    return subprocess.run(command, env=environment, text=True, capture_output=True, check=False, timeout=300)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--order", choices=sorted(ORDERS), default="forward")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--tsan", action="store_true")
+    parser.add_argument("--only", action="append", choices=sorted(PROBES))
+    parser.add_argument("--replace", action="append", default=[], metavar="SOURCE=FILE")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    texts = {name: Path(path).read_text() for name, path in (text.split("=", 1) for text in options.replace)}
+    flags = ("-fsanitize=thread",) if options.tsan else ()
+    probe(Emulator(options.order, options.seed, flags, texts), options.only or sorted(PROBES))
+
+
+if __name__ == "__main__":
+    main()
