@@ -66,6 +66,12 @@ def backend_name(group: Group) -> str:
         return str(group.name())
 
 
+def rank_in(group: Group) -> int:
+    """This process's rank in a group. torchft's groups wrap another one, which knows; they say 0 on all ranks."""
+    inner = getattr(group, "parent", None)
+    return int(group.rank()) if inner is None else rank_in(inner)
+
+
 def group_timeout(group: Group, device: str) -> timedelta:
     """The timeout of a group's operations; torch's default where its backend does not tell."""
     try:

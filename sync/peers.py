@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from .errors import PeerFailure, PeerTimeout
-from .groups import backend_name
+from .groups import backend_name, rank_in
 
 _TAG = 0x4C430000  # of our point-to-point messages, so that they never match the user's
 # Kinds of messages: one that a failure left behind is never taken for one of another kind.
@@ -40,7 +40,7 @@ class Peers:
 
     def __init__(self, group: Any | None, point_to_point: bool | None = None) -> None:
         self.group: Any = group
-        self.rank = 0 if group is None else group.rank()
+        self.rank = 0 if group is None else rank_in(group)
         self.world_size = 1 if group is None else group.size()
         backend = "" if group is None else backend_name(group)
         self.point_to_point = "gloo" in backend if point_to_point is None else point_to_point
