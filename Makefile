@@ -12,7 +12,8 @@ SANITIZE := -g -O1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-san
 UNDER_SANITIZERS := ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)"
 
-.PHONY: demo test bench lint format reference memory composition dist test-wheel test-no-compiler sanitize clean FORCE
+.PHONY: demo test bench lint format reference memory composition dist test-wheel test-no-compiler sanitize \
+	cuda-check cuda-mutations cuda-cost clean FORCE
 
 demo: .venv/installed
 	$(BIN)/lowcomm demo
@@ -80,6 +81,16 @@ sanitize: .venv/installed
 	CXXFLAGS="$(SANITIZE)" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python $(PIP_INSTALL) --no-deps --target build/sanitize .
 	cd build && $(UNDER_SANITIZERS) PYTHONPATH=sanitize ../$(BIN)/python $(PYTEST) --capture=sys $(patsubst %,../%,$(KERNEL_TESTS))
+
+# CUDA without a GPU: compilation for every architecture, seeded bugs, instructions for a byte.
+cuda-check: .venv/installed
+	LOWCOMM_CUDA_ARCHITECTURES="80 90 100 120" $(BIN)/python -m pytest -q tests/test_cuda_compile.py
+
+cuda-mutations: .venv/installed
+	$(BIN)/python tests/cuda_mutations.py --tsan
+
+cuda-cost: .venv/installed
+	$(BIN)/python -m lowcomm.recipes.cuda_cost
 
 clean:
 	rm -rf .venv build dist

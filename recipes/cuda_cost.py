@@ -3,11 +3,11 @@
     python -m lowcomm.recipes.cuda_cost --nvdisasm nvdisasm --arch 90
 
 A kernel is compiled for one case: float32 input at aligned addresses, whole blocks of finite numbers, one setting. The
-compiler then drops every other path, and what is left is run through at most once by every thread, so instructions per
-thread divided by the bytes that a thread must move at least is what the processor issues for a byte. An H200 can issue
-about 7.8 thread instructions while its memory moves a byte (132 multiprocessors, 128 lanes, 1.98 GHz, 4.3 TB/s as copies
-reach): above that a kernel is bound by instructions, whatever else. Not counted: subroutines for divisions of very large
-and very small numbers. Branches that only some threads take are counted as if all did.
+compiler then drops every other path, and what is left is run through at most once by every thread. So instructions per
+thread, divided by the bytes that a thread must move at least, are what the processor issues for a byte. An H200 can
+issue about 7.8 thread instructions while its memory moves a byte (132 multiprocessors, 128 lanes, 1.98 GHz, 4.3 TB/s as
+copies reach): above that a kernel is bound by instructions, whatever else. Not counted: subroutines for divisions of
+very large and very small numbers. Branches that only some threads take are counted as if all did.
 """
 
 from __future__ import annotations
