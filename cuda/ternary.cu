@@ -70,10 +70,13 @@ LC_DEVICE void ternary_pack3(const u8* trits, u8* codes, i64 tile_first, i64 n) 
   const i64 bytes = (n + 4) / 5, at = tile_first / 5;
   const int here = (int)blockDim.x * 8 / 5;
   for (int i = 4 * (int)threadIdx.x; i < here && at + i < bytes; i += 4 * (int)blockDim.x) {
+    const u32* twenty = (const u32*)(trits + 5 * i);
     u32 word = 0;
-    for (int b = 0; b < 4; ++b) {
-      const u8* five = trits + 5 * (i + b);
-      word |= (u32)(five[0] + 3 * five[1] + 9 * five[2] + 27 * five[3] + 81 * five[4]) << (8 * b);
+#pragma unroll
+    for (int b = 0; b < 4; ++b) {  // trits 5b .. 5b + 4 are at byte b of word b
+      const u32 low = twenty[b] >> (8 * b), four = b ? low | twenty[b + 1] << (32 - 8 * b) : low;
+      // byte 3 of the product is t0 + 3 t1 + 9 t2 + 27 t3, and nothing is carried into it
+      word |= ((four * 0x0103091Bu >> 24) + 81 * (twenty[b + 1] >> (8 * b) & 255)) << (8 * b);
     }
     if (at + i + 4 <= bytes) {
       lc_store_word(codes + at + i, word);
@@ -126,18 +129,20 @@ lc_ternary_encode(const void* x, int dtype, const float* anchor, const float* re
   lc_zero_padding(codes, (n + 4) / 5);
 }
 
-// The digits of eight elements from `first` on, each in a byte; 3 where a byte of codes is none.
+// The digits of eight elements from `first` on; all 3 where a byte of codes is none. Three bytes hold them.
 LC_DEVICE void ternary_digits3(const u8* codes, i64 first, i64 n, u32 trits[8]) {
-  const i64 bytes = (n + 4) / 5, at = first / 5;
-  int place = (int)(first - 5 * at);
-  u32 byte = codes[at], rest = byte;
-  i64 next = at + 1;
-  for (int k = 0; k < place; ++k) rest /= 3;
+  const i64 at = first / 5, last = (n - 1) / 5;
+  const int place = (int)(first - 5 * at);
+  const u32 a = codes[at], b = at < last ? codes[at + 1] : 0, c = place > 2 && at + 1 < last ? codes[at + 2] : 0;
+  const bool damaged = a > 242 || b > 242 || c > 242;
+  u32 rest = a + 243 * b + 59049 * c;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) rest = k < place ? rest / 3 : rest;
 #pragma unroll
   for (int j = 0; j < 8; ++j) {
-    if (place == 5) byte = rest = next < bytes ? codes[next] : 0, ++next, place = 0;
-    trits[j] = byte > 242 ? 3 : rest - rest / 3 * 3;
-    rest /= 3, ++place;
+    const u32 next = rest / 3;
+    trits[j] = damaged ? 3 : rest - 3 * next;
+    rest = next;
   }
 }
 
