@@ -65,24 +65,23 @@ LC_DEVICE float ternary_stochastic(const TernaryRule& rule, const LcEight& e, fl
   return scale;
 }
 
-// Trits of the whole thread block, a byte each, become base-3 bytes: four of them by one thread at a time.
+// Trits of the whole thread block, a byte each, become base-3 bytes: four of them by each of the first threads.
 LC_DEVICE void ternary_pack3(const u8* trits, u8* codes, i64 tile_first, i64 n) {
   const i64 bytes = (n + 4) / 5, at = tile_first / 5;
-  const int here = (int)blockDim.x * 8 / 5;
-  for (int i = 4 * (int)threadIdx.x; i < here && at + i < bytes; i += 4 * (int)blockDim.x) {
-    const u32* twenty = (const u32*)(trits + 5 * i);
-    u32 word = 0;
+  const int i = 4 * (int)threadIdx.x;
+  if (i >= (int)blockDim.x * 8 / 5 || at + i >= bytes) return;
+  const u32* twenty = (const u32*)(trits + 5 * i);
+  u32 word = 0;
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {  // trits 5b .. 5b + 4 are at byte b of word b
-      const u32 low = twenty[b] >> (8 * b), four = b ? low | twenty[b + 1] << (32 - 8 * b) : low;
-      // byte 3 of the product is t0 + 3 t1 + 9 t2 + 27 t3, and nothing is carried into it
-      word |= ((four * 0x0103091Bu >> 24) + 81 * (twenty[b + 1] >> (8 * b) & 255)) << (8 * b);
-    }
-    if (at + i + 4 <= bytes) {
-      lc_store_word(codes + at + i, word);
-    } else {
-      lc_store_bytes(codes + at + i, word, (int)(bytes - at - i));
-    }
+  for (int b = 0; b < 4; ++b) {  // trits 5b .. 5b + 4 are at byte b of word b
+    const u32 low = twenty[b] >> (8 * b), four = b ? low | twenty[b + 1] << (32 - 8 * b) : low;
+    // byte 3 of the product is t0 + 3 t1 + 9 t2 + 27 t3, and nothing is carried into it
+    word |= ((four * 0x0103091Bu >> 24) + 81 * (twenty[b + 1] >> (8 * b) & 255)) << (8 * b);
+  }
+  if (at + i + 4 <= bytes) {
+    lc_store_word(codes + at + i, word);
+  } else {
+    lc_store_bytes(codes + at + i, word, (int)(bytes - at - i));
   }
 }
 

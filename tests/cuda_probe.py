@@ -17,8 +17,10 @@ from pathlib import Path
 import torch
 from codec_checks import gaussian
 from cuda_emulator import ORDERS, Emulator, compiler, emulated
-from lowcomm.compress import E3M0, Cast, Codec, Float8, Int4, Int8, Sign, Ternary, use_kernel_level
+from lowcomm.compress import E3M0, Cast, Codec, Eden, Float8, Int4, Int8, Sign, Ternary, TopK, use_kernel_level
 from torch import Tensor
+
+CUDA = Path(__file__).parent.parent / "cuda"
 
 # The files in cuda/ with codecs that go through all that can race in them: groups of several warps, partial blocks.
 PROBES: dict[str, tuple[tuple[Codec, int], ...]] = {
@@ -28,7 +30,10 @@ PROBES: dict[str, tuple[tuple[Codec, int], ...]] = {
     "float8": ((Float8(block=512), 700),),
     "cast": ((Cast("bf16"), 77),),
     "ternary": ((Ternary(block=512), 2700), (Ternary("stochastic", "base3", 64, 2.5), 330)),
+    "topk": ((TopK(k=16, chunk=1024), 2500),),
+    "eden": ((Eden(bits=1, block=1024), 2500), (Eden(bits=3, block=256), 700)),
 }
+PROBES = {source: probes for source, probes in PROBES.items() if (CUDA / f"{source}.cu").exists()}
 
 
 def computed(codec: Codec, x: Tensor) -> list[Tensor]:
