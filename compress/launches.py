@@ -16,8 +16,9 @@ from .kernels import DTYPE_CODES, kernel_level
 
 if TYPE_CHECKING:
     from .codec import Codec
+    from .sparse import SparseFormat
 
-__all__ = ["Launcher", "Sink", "Source", "decode", "encode", "launcher", "runs", "takes_block"]
+__all__ = ["Launcher", "Sink", "Source", "decode", "encode", "launcher", "runs", "takes_block", "takes_rows"]
 
 Argument = int | float | None
 
@@ -73,13 +74,13 @@ def launcher(tensor: Tensor) -> Launcher:
     return gpu.gpu(tensor.device)
 
 
-def runs(codec: Codec, *tensors: Tensor) -> bool:
+def runs(codec: Codec | SparseFormat, *tensors: Tensor) -> bool:
     """Whether CUDA kernels do what `codec` does on these tensors."""
     return tensors[0].is_cuda and codec._on_cuda and kernel_level() != "torch" and gpu.takes(*tensors)
 
 
 def encode(
-    codec: Codec,
+    codec: Codec | SparseFormat,
     x: Tensor,
     out: Tensor,
     residual: Tensor | None = None,
@@ -93,7 +94,7 @@ def encode(
     return codec._launch_encode(launcher(x), source, out, x.numel(), place)
 
 
-def decode(codec: Codec, body: Tensor, out: Tensor, weight: float | None = None) -> None:
+def decode(codec: Codec | SparseFormat, body: Tensor, out: Tensor, weight: float | None = None) -> None:
     """`Codec.decode`, or with a weight `Codec.decode_add`."""
     sink = Sink(out=out.data_ptr(), add=weight is not None, weight=1.0 if weight is None else weight)
     codec._launch_decode(launcher(out), body, sink, out.numel())
@@ -190,5 +191,83 @@ def ternary_decode(on: Launcher, scales: int, codes: int, sink: Sink, n: int, bl
             _run_decoder(on, "ternary", "lc_ternary_check", n, codes, n, two_bit, flags)
         rest = (n, block, two_bit, codes - scales, flags)
         _run_decoder(on, "ternary", "lc_ternary_decode", n, scales, *sink, *rest)
+
+    return on.flags(run)
+
+
+# ---- sparse.py
+
+_MAX_ROW, _MAX_KEPT = 8192, 4096
+_MAX_SPACE = 45 << 10  # bytes of shared memory that every GPU gives without being asked
+_CODE_BITS = (0, 0, 2, 1, 8, 4)  # by number of the value format; 0: whole numbers, which are not collected
+_SCALE_BYTES = (0, 0, 4, 2, 4, 4)
+
+
+class Rows(NamedTuple):
+    """Rows of c positions of which k are kept; formats by their numbers in INDEX_CODECS and VALUE_CODECS."""
+
+    c: int
+    k: int
+    positions: int
+    values: int
+
+    @property
+    def threads(self) -> int:
+        return max(32, (1 << (self.c - 1).bit_length()) // 16, (1 << (self.k - 1).bit_length()) // 8)
+
+    @property
+    def bits(self) -> tuple[int, int]:
+        """Bits of a row among the positions and among the codes that a thread block collects in shared memory."""
+        low = (self.c // self.k).bit_length() - 1
+        record = (self.k * low + self.k + (self.c >> low) + 7) // 8 * 8
+        fields = self.k * (self.c - 1).bit_length()
+        return (record, fields, self.c, 0)[self.positions], self.k * _CODE_BITS[self.values]
+
+    @property
+    def together(self) -> int:
+        """Rows for each thread block of the encoder, so that it writes whole bytes."""
+        return next(rows for rows in (1, 2, 4, 8) if all(rows * count % 8 == 0 for count in self.bits))
+
+    def encode_space(self) -> int:
+        streams = sum((self.together * count + 7) // 32 + 2 for count in self.bits)
+        return 4 * (self.k + self.threads + streams) + 2 * self.k
+
+    def decode_space(self) -> int:
+        streams = sum((count + 7) // 32 + 2 for count in self.bits)
+        return 4 * (16 * self.threads + streams) + 2 * self.k
+
+    def sections(self, n: int) -> tuple[int, int]:
+        """Where the positions and the codes begin in the body of a vector of n elements."""
+        rows = -(-n // self.c)
+        indices = -(-rows * _SCALE_BYTES[self.values] // 4) * 4
+        bits = 32 * self.k if self.positions == 3 else self.bits[0]
+        return indices, indices + -(-rows * bits // 32) * 4
+
+
+def takes_rows(c: int, k: int, index: int, value: int) -> bool:
+    """Whether the kernels take these rows: up to 8192 positions, up to 4096 kept, not "bins4"."""
+    if c > _MAX_ROW or k > _MAX_KEPT or value >= len(_CODE_BITS):
+        return False
+    rows = Rows(c, k, index, value)
+    return max(rows.encode_space(), rows.decode_space()) <= _MAX_SPACE
+
+
+def topk(on: Launcher, source: Source, body: int, n: int, rows: Rows, iterations: int) -> int:
+    sections = (body, *(body + at for at in rows.sections(n)))
+    grid, rest = -(-n // (rows.c * rows.together)), (n, *rows, iterations, rows.together, *sections)
+    space = rows.encode_space()
+    return on.flags(
+        lambda flags: on.launch("topk", "lc_topk_encode", grid, rows.threads, *source, *rest, flags, shared=space)
+    )
+
+
+def topk_decode(on: Launcher, body: int, sink: Sink, n: int, rows: Rows) -> int:
+    """Nonzero where a body is damaged; inside a graph capture that shows in `late_flags` only."""
+    rest, space = (n, *rows, *rows.sections(n)), rows.decode_space()
+
+    def run(flags: int) -> None:
+        for check in (1, 0) if sink.updates else (0,):
+            arguments = (body, *sink, *rest, check, flags)
+            on.launch("topk", "lc_topk_decode", -(-n // rows.c), rows.threads, *arguments, shared=space)
 
     return on.flags(run)

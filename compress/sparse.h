@@ -4,13 +4,9 @@
 #include "bits.h"
 #include "numbers.cuh"
 #include "reduce.h"
+#include "sparse.cuh"
 #include "tables.h"
 
-enum { LC_ELIAS_FANO, LC_FIELDS, LC_BITMAP, LC_U32 };                            // order of INDEX_CODECS
-enum { LC_RAW_F32, LC_RAW_BF16, LC_MAG2, LC_SIGN1, LC_KEPT_INT8, LC_KEPT_INT4 };  // order of VALUE_CODECS
-enum { LC_SATURATED_LEVEL = 8 };                                                 // flag SATURATED (codec.py)
-
-constexpr int LC_CODE_BITS[] = {32, 16, 2, 1, 8, 4}, LC_SCALE_BYTES[] = {0, 0, 4, 2, 4, 4};
 constexpr int64_t LC_ROOM = 1040;  // arrays of entries of a row have room for this many
 constexpr uint32_t LC_MAGNITUDE = 0x7FFFFFFFu, LC_INF_BITS = 0x7F800000u;
 
@@ -24,8 +20,8 @@ struct LcSparse {
   // rows for the vector kernels: k whole bytes of low bits, and room for 8-byte accesses to them
   bool vectors() const { return lc_active_level >= LC_LEVEL_AVX2 && k % 8 == 0 && k <= 1024 && low() <= 8 && upper() >= 64; }
   int field() const { return c > 1 ? lc_log2(c - 1) + 1 : 0; }
-  int code_bits() const { return LC_CODE_BITS[value]; }
-  int scale_bytes() const { return LC_SCALE_BYTES[value]; }
+  int code_bits() const { return lc_value_bits(value); }
+  int scale_bytes() const { return lc_value_scale_bytes(value); }
   int64_t index_bytes(int64_t rows) const {
     if (index == LC_ELIAS_FANO) return rows * record();
     return (rows * (index == LC_BITMAP ? c : k * (index == LC_U32 ? 32 : field())) + 7) / 8;
@@ -57,16 +53,6 @@ static inline T lc_load(const uint8_t* from) {
 template <class T>
 static inline void lc_store(uint8_t* to, T value) {
   memcpy(to, &value, sizeof(T));
-}
-
-static inline float lc_sign_of(float magnitude, bool negative) { return negative ? -magnitude : magnitude; }
-
-// Nearest bfloat16; beyond its range the largest finite one, and a flag.
-static inline uint16_t lc_to_bf16(float x, int& flags) {
-  const uint32_t u = lc_bits(x), rounded = (u + 0x7FFF + ((u >> 16) & 1)) >> 16;
-  if ((rounded & 0x7FFF) < 0x7F80) return (uint16_t)rounded;
-  flags |= LC_SATURATED_LEVEL;
-  return (uint16_t)(rounded - 1);
 }
 
 // ---- positions
@@ -212,14 +198,9 @@ static inline float lc_row_sum(const Get& get, int64_t k, float* sums) {
   return lc_tree_sum([&](int64_t b) { return totals[b]; }, blocks, totals);
 }
 
-// The power of two that keeps sums of a row within float32 (range_factor in ranges.py).
-static inline float lc_sum_factor(uint32_t largest) {
-  if (largest >= (127u + 40u) << 23) return lc_float((127u - 80u) << 23);
-  return lc_float(largest < (127u - 40u) << 23 ? (127u + 80u) << 23 : 127u << 23);
-}
-
 struct LcLevels {
-  float small, large, threshold;  // levels, and the threshold that divided the classes
+  LcTwoLevels levels;
+  float threshold;  // that divided the classes
 };
 
 static inline LcLevels lc_lloyd(const float* v, int64_t k, int64_t count, int iterations, float factor, float* sums) {
@@ -230,12 +211,10 @@ static inline LcLevels lc_lloyd(const float* v, int64_t k, int64_t count, int it
     for (int64_t j = 0; j < count; ++j) num_large += magnitude(j) > threshold;
     const auto small_part = [&](int64_t j) { return magnitude(j) > threshold ? 0.0f : magnitude(j); };
     const auto large_part = [&](int64_t j) { return magnitude(j) > threshold ? magnitude(j) : 0.0f; };
-    float small = lc_row_sum(small_part, k, sums) / (float)(count - num_large);
-    float large = lc_row_sum(large_part, k, sums) / (float)num_large;
-    if (num_large == 0) large = small;
-    if (num_large == count) small = large;  // rounding can put the mean of equal values below them
-    if (i == iterations) return {small, large, threshold};
-    threshold = (small + large) * 0.5f;
+    const LcTwoLevels levels = lc_two_levels(lc_row_sum(small_part, k, sums), lc_row_sum(large_part, k, sums),
+                                             (float)(count - num_large), (float)num_large);
+    if (i == iterations) return {levels, threshold};
+    threshold = lc_midpoint(levels);
   }
 }
 
@@ -275,19 +254,17 @@ LC_AVX2 static inline int lc_write_mag2_avx2(float* v, int64_t k, int64_t count,
   const int64_t width = k <= 64 ? 8 : lc_next_pow2(k) / 8;
   for (int64_t j = k; j < 8 * width; ++j) v[j] = 0.0f;
   uint8_t large[128];
-  float threshold = lc_classify_avx2(v, width, -1.0f, large).large_sum / (float)count, small_level, large_level;
+  float threshold = lc_classify_avx2(v, width, -1.0f, large).large_sum / (float)count;
+  LcTwoLevels levels;
   for (int i = 0;; ++i) {
     const LcClasses sums = lc_classify_avx2(v, width, threshold, large);
-    const int64_t num_large = sums.num_large;
-    small_level = sums.small_sum / (float)(count - num_large), large_level = sums.large_sum / (float)num_large;
-    if (num_large == 0) large_level = small_level;
-    if (num_large == count) small_level = large_level;
-    const float next = (small_level + large_level) * 0.5f;
+    levels = lc_two_levels(sums.small_sum, sums.large_sum, (float)(count - sums.num_large), (float)sums.num_large);
+    const float next = lc_midpoint(levels);
     if (i == iterations || next == threshold) break;  // from an unchanged threshold on, nothing changes
     threshold = next;
   }
   int flags = 0;
-  const uint16_t small_code = lc_to_bf16(small_level, flags), large_code = lc_to_bf16(large_level, flags);
+  const uint16_t small_code = lc_level_to_bf16(levels.small, &flags), large_code = lc_level_to_bf16(levels.large, &flags);
   lc_store(scale, small_code), lc_store(scale + 2, large_code);
   const __m256 both = _mm256_setr_ps(lc_bf16_to_f32(small_code), lc_bf16_to_f32(large_code), 0, 0, 0, 0, 0, 0);
   const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
@@ -307,17 +284,17 @@ LC_AVX2 static inline int lc_write_mag2_avx2(float* v, int64_t k, int64_t count,
 static inline int lc_write_mag2(const float* v, int64_t k, int64_t count, int iterations, float* sums, uint8_t* scale,
                                 LcBitWriter& codes, float* decoded) {
   const uint32_t largest = lc_largest_bits(v, count);
-  const float factor = lc_sum_factor(largest);
-  LcLevels levels = {0, 0, 0};
+  const float factor = lc_range_factor(lc_float(largest));
+  LcLevels found = {{0, 0}, 0};
   const bool tiny = largest < (127u - 100u) << 23;
-  if (!tiny) levels = lc_lloyd(v, k, count, iterations, factor, sums);
+  if (!tiny) found = lc_lloyd(v, k, count, iterations, factor, sums);
   int flags = 0;
-  const uint16_t small = lc_to_bf16(levels.small / factor, flags), large = lc_to_bf16(levels.large / factor, flags);
+  const uint16_t small = lc_level_to_bf16(found.levels.small / factor, &flags), large = lc_level_to_bf16(found.levels.large / factor, &flags);
   lc_store(scale, small), lc_store(scale + 2, large);
   for (int64_t j = 0; j < k; ++j) {
-    const bool negative = v[j] < 0 && !tiny, is_large = (v[j] < 0 ? -v[j] : v[j]) * factor > levels.threshold && !tiny;
-    codes.put((uint32_t)negative | (uint32_t)is_large << 1, 2);
-    decoded[j] = lc_sign_of(lc_bf16_to_f32(is_large ? large : small), negative);
+    const uint32_t code = tiny ? 0 : lc_mag2_code(v[j], factor, found.threshold);
+    codes.put(code, 2);
+    decoded[j] = lc_sign_of(lc_bf16_to_f32(code >> 1 ? large : small), code & 1);
   }
   return flags;
 }
@@ -325,7 +302,7 @@ static inline int lc_write_mag2(const float* v, int64_t k, int64_t count, int it
 static inline int lc_write_sign1(const float* v, int64_t k, int64_t count, float* sums, uint8_t* scale,
                                  LcBitWriter& codes, float* decoded) {
   const uint32_t largest = lc_largest_bits(v, count);
-  const float factor = lc_sum_factor(largest);
+  const float factor = lc_range_factor(lc_float(largest));
   const bool tiny = largest < (127u - 100u) << 23;
   float level = 0;
   if (!tiny) {
@@ -333,7 +310,7 @@ static inline int lc_write_sign1(const float* v, int64_t k, int64_t count, float
     level = lc_row_sum(magnitude, k, sums) / (float)count / factor;
   }
   int flags = 0;
-  const uint16_t rounded = lc_to_bf16(level, flags);
+  const uint16_t rounded = lc_level_to_bf16(level, &flags);
   lc_store(scale, rounded);
   for (int64_t j = 0; j < k; ++j) {
     const bool negative = v[j] < 0 && !tiny;
@@ -349,14 +326,12 @@ static inline void lc_write_int(const float* v, int64_t k, int width, uint8_t* s
   const bool tiny = largest < (127u - 100u) << 23;
   const float top = (float)((1 << (width - 1)) - 1), absmax = tiny ? 0.0f : lc_float(largest);
   const float inverse = tiny ? 0.0f : top / absmax;
-  float scale = absmax / top;
-  if (scale * top > 3.4028234663852886e38f) scale = lc_float(lc_bits(scale) - 1);
+  const float scale = lc_block_scale(absmax, top);
   lc_store(scale_out, scale);
   for (int64_t j = 0; j < k; ++j) {
-    float q = __builtin_rintf(tiny ? 0.0f : v[j] * inverse);
-    q = q > top ? top : q < -top ? -top : q;
-    codes.put((uint32_t)(int32_t)q, width);
-    decoded[j] = (float)(int32_t)q * scale;
+    const int q = lc_kept_int(v[j], inverse, top);
+    codes.put((uint32_t)q, width);
+    decoded[j] = (float)q * scale;
   }
 }
 
@@ -402,7 +377,7 @@ struct LcRowWriter {
     uint8_t* scale = to.scales + row * f.scale_bytes();
     int flags = 0;
 #ifdef LC_X86
-    if (f.value == LC_MAG2 && vectors && lc_sum_factor(lc_largest_bits(v, count)) == 1.0f)
+    if (f.value == LC_MAG2 && vectors && lc_range_factor(lc_float(lc_largest_bits(v, count))) == 1.0f)
       return lc_write_mag2_avx2(v, f.k, count, f.iterations, scale, codes, decoded);
 #endif
     if (f.value == LC_MAG2) return lc_write_mag2(v, f.k, count, f.iterations, sums, scale, codes, decoded);
@@ -414,7 +389,7 @@ struct LcRowWriter {
       if (f.value == LC_RAW_F32) {
         lc_store(code, v[j]);
       } else {
-        const uint16_t rounded = lc_to_bf16(v[j], flags);
+        const uint16_t rounded = lc_level_to_bf16(v[j], &flags);
         lc_store(code, rounded);
         decoded[j] = lc_bf16_to_f32(rounded);
       }
@@ -497,8 +472,7 @@ struct LcRowReader {
       if (f.value == LC_RAW_BF16) finite &= lc_finite(v[j] = lc_bf16_to_f32(lc_load<uint16_t>(code)));
       if (f.value < LC_MAG2) continue;
       const uint32_t q = codes.get(f.code_bits());
-      if (f.value == LC_KEPT_INT8) v[j] = (float)(int8_t)q * levels[0];
-      if (f.value == LC_KEPT_INT4) v[j] = (float)(int32_t)((q ^ 8) - 8) * levels[0];
+      if (f.value >= LC_KEPT_INT8) v[j] = lc_kept_int_value(q, f.code_bits(), levels[0]);
       if (f.value == LC_MAG2 || f.value == LC_SIGN1) v[j] = lc_sign_of(levels[q >> 1], q & 1);
     }
     return finite;

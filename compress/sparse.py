@@ -13,7 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from . import launches
 from .indices import INDEX_CODECS, decode_indices, encode_indices, index_nbytes
+from .launches import Launcher, Sink, Source
 from .values import VALUE_CODECS, code_nbytes, decode_values, encode_values, scale_nbytes
 
 __all__ = ["SparseFormat", "check_formats"]
@@ -68,6 +70,29 @@ class SparseFormat:
         flat = places + torch.arange(rows, device=body.device).unsqueeze(1) * self.c
         kept = (places < self.c) & (flat < n)
         return flat[kept], values[kept]
+
+    @property
+    def _on_cuda(self) -> bool:
+        return launches.takes_rows(*self._rows)
+
+    @property
+    def _rows(self) -> launches.Rows:
+        return launches.Rows(self.c, self.k, INDEX_CODECS.index(self.index), VALUE_CODECS.index(self.value))
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        """Select and encode the entries of n elements cut into rows."""
+        return launches.topk(on, source, out.data_ptr(), n, self._rows, self.iterations)
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        self.check(launches.topk_decode(on, body.data_ptr(), sink, n, self._rows))
+
+    def check(self, damaged: int) -> None:
+        """Raise ValueError where a decoder reports damage."""
+        if damaged:
+            raise ValueError(
+                f"positions must ascend within [0, {self.c}) in every row of {self.k} entries, and scales and values "
+                f"must be finite; the body is damaged"
+            )
 
     def delta(self) -> float | None:
         """Worst-case contraction of a full row, less what rounding can take; None for "bins4"."""

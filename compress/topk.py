@@ -20,9 +20,10 @@ from math import isqrt, prod
 import torch
 from torch import Tensor
 
-from . import kernels
+from . import kernels, launches
 from .codec import Codec, check_decode, check_encode, check_feedback
 from .indices import INDEX_CODECS
+from .launches import Launcher, Sink, Source
 from .packing import as_blocks
 from .ranges import finite_part
 from .sparse import SparseFormat, check_formats, scatter, scatter_add
@@ -175,12 +176,29 @@ class TopK(Codec):
         bucket: int = 0,
     ) -> int:
         check_feedback(self, x, residual, candidate, out)
-        if self.scope == "tile2d" or not _kernels_take(self, x, residual, candidate, out):
+        tensors = (x, residual, candidate, out)
+        on_cuda = all(launches.runs(piece.layout, *tensors) for piece in _plan(self, x.numel()))
+        if self.scope == "tile2d" or not (on_cuda or _kernels_take(self, *tensors)):
             return super().encode_feedback(x, residual, candidate, out, decay=decay)
-        flags = 0
+        encode, flags = launches.encode if on_cuda else _encode_kernel, 0
         for piece, body in self._split(out, x.numel()):
-            flags |= _encode_kernel(piece.layout, piece.of(x), body, piece.of(residual), piece.of(candidate), decay)
+            flags |= encode(piece.layout, piece.of(x), body, piece.of(residual), piece.of(candidate), decay)
         return flags
+
+    @property
+    def _on_cuda(self) -> bool:
+        return self.scope == "chunk" and self._chunks._on_cuda
+
+    @property
+    def _chunks(self) -> SparseFormat:
+        assert self.k is not None
+        return SparseFormat(self.chunk, self.k, self.index, self.value, self.iterations)
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        return self._chunks._launch_encode(on, source, out, n, place)
+
+    def _launch_decode(self, on: Launcher, body: Tensor, sink: Sink, n: int) -> None:
+        self._chunks._launch_decode(on, body, sink, n)
 
     def _split(self, body: Tensor, n: int) -> Iterator[tuple[Piece, Tensor]]:
         pieces = _plan(self, n)
@@ -260,6 +278,8 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 def encode_rows(layout: SparseFormat, x: Tensor, out: Tensor) -> int:
     """Select and encode the entries of `x`, (n,) cut into rows of c; return the flags."""
+    if launches.runs(layout, x, out):
+        return launches.encode(layout, x, out)
     if _kernels_take(layout, x, out):
         return _encode_kernel(layout, x, out)
     values, flags = finite_part(x)
@@ -271,6 +291,8 @@ def encode_rows(layout: SparseFormat, x: Tensor, out: Tensor) -> int:
 
 def decode_rows(layout: SparseFormat, body: Tensor, out: Tensor, *, add: bool = False, weight: float = 1.0) -> None:
     """Overwrite `out`, or add to it. Where the body is damaged (ValueError) nothing is added."""
+    if launches.runs(layout, body, out):
+        return launches.decode(layout, body, out, weight if add else None)
     if _kernels_take(layout, body, out):
         return _decode_kernel(layout, body, out, add, weight)
     positions, values = layout.decode(body, out.numel())
@@ -338,11 +360,7 @@ def _decode_kernel(layout: SparseFormat, body: Tensor, out: Tensor, add: bool, w
         damaged = decode_add(body.data_ptr(), out.data_ptr(), weight, *shape)
     else:
         damaged = kernels.kernel("lc_topk_decode", "ppllliipli")(body.data_ptr(), out.data_ptr(), *shape)
-    if damaged:
-        raise ValueError(
-            f"positions must ascend within [0, {layout.c}) in every row of {layout.k} entries, and scales and values "
-            f"must be finite; the body is damaged"
-        )
+    layout.check(damaged)
 
 
 def _scratch(layout: SparseFormat) -> tuple[Tensor, int, int]:
