@@ -1,4 +1,4 @@
-"""Which seeded bugs do the tests of the CUDA kernels find? Prints a table; fails where no kernel shows a bug in any mode.
+"""Which seeded bugs do the tests of the CUDA kernels find? Prints a table; fails where no kernel shows a bug.
 
     python tests/cuda_mutations.py [--tsan] [--only sign]
 
