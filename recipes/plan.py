@@ -26,12 +26,14 @@ from lowcomm.recipes.expressions import parse_call
 from lowcomm.recipes.report import align, bits
 from lowcomm.sync.frames import frame_bytes
 from lowcomm.sync.hello import HELLO_BYTES
+from lowcomm.sync.plan import Traffic
 from lowcomm.sync.slices import Partition
 
 __all__ = ["Network", "Plan", "main", "plan", "traffic"]
 
 BANDWIDTHS = (1e8, 1e9, 1e10)  # bits per second
 VOTE_BYTES = 1  # after the exchange every rank says whether it succeeded
+ASSUMED_LINK = (1e-3, 125e6)  # seconds per message, bytes per second: AllReduce chooses its algorithm for it
 TARGET = 0.95  # share of time that computing should take
 
 
@@ -90,9 +92,11 @@ def traffic(parameters: int, workers: int, codec: Codec | None, element_bytes: i
     others = workers - 1
     if codec is None:
         return 2 * others * parameters * element_bytes // workers, 2 * others
-    if workers > 2 and codec.fixed_size and codec.requantizable:
-        return 2 * others * Partition(parameters, workers, codec.block).slot_bytes(codec), 2
-    return others * frame_bytes(codec.nbytes(parameters)), 1
+    gather = (others * frame_bytes(codec.nbytes(parameters)), 1)
+    if workers <= 2 or not (codec.fixed_size and codec.requantizable):
+        return gather
+    two_phase = (2 * others * Partition(parameters, workers, codec.block).slot_bytes(codec), 2)
+    return min(two_phase, gather, key=lambda sent: Traffic(*sent).seconds(*ASSUMED_LINK))
 
 
 def plan(
