@@ -128,6 +128,9 @@ class Codec:
             candidate.masked_fill_(~torch.isfinite(p), 0.0)
         return flags
 
+    # Whether decoding needs step, rank or bucket; then messages are not decoded together.
+    _seeded_decode: ClassVar[bool] = False
+
     @property
     def _on_cuda(self) -> bool:
         """Whether there are CUDA kernels for these settings; then the two methods below launch them."""

@@ -1,6 +1,7 @@
 // Kernels of eden.py: random rotation of blocks and 1 to 4 bits for each coordinate.
 #include <cmath>
 
+#include "eden.cuh"
 #include "input.h"
 #include "philox.h"
 #include "ranges.h"
@@ -9,21 +10,6 @@
 namespace {
 
 constexpr int64_t MAX_BLOCK = 65536;
-constexpr float MAX_SCALE = 0x1p100f;  // eden._MAX_SCALE
-enum { BIASED, UNBIASED, MATCHED };    // eden._MODES
-
-// Positive Lloyd-Max levels of N(0, 1) by number of bits (eden._LEVELS).
-constexpr double LEVELS[5][8] = {
-    {},
-    {0.7978845608},
-    {0.4527800346, 1.5104176085},
-    {0.2450941789, 0.7560052812, 1.3439092785, 2.1519457045},
-    {0.1283950299, 0.3880482995, 0.6567591185, 0.9423404565, 1.2562311973, 1.6180463860, 2.0690172265, 2.7325895710}};
-
-// The k-th positive level, and the boundary between it and the next.
-float level(int bits, int k) { return (float)LEVELS[bits][k]; }
-float boundary(int bits, int k) { return (float)((LEVELS[bits][k] + LEVELS[bits][k + 1]) / 2); }
-
 struct Layout {
   uint8_t* scales;
   uint8_t* codes;
@@ -48,10 +34,8 @@ struct Factor {
   float on_elements, on_scale;
 
   explicit Factor(int64_t size) {
-    const float factor = (float)(1.0 / std::sqrt((double)size));
-    const bool exact = __builtin_ctzll((uint64_t)size) % 2 == 0;
-    on_elements = exact ? 1.0f : factor;
-    on_scale = exact ? factor : 1.0f;
+    const int log2_size = __builtin_ctzll((uint64_t)size);
+    on_elements = lc_eden_on_elements(log2_size), on_scale = lc_eden_on_scale(log2_size);
   }
 };
 
@@ -307,20 +291,6 @@ float take_signs(const float* y, int64_t size, uint8_t* codes) {
   return lc_tree_sum([=](int64_t i) { return std::fabs(y[i]); }, size, scratch);
 }
 
-// Number of boundaries strictly below z.
-int nearest_level(float z, int bits) {
-  const int half = 1 << (bits - 1);
-  const float a = std::fabs(z);
-  int k = 0;
-  for (int b = 0; b + 1 < half; ++b) k += z > 0 ? a > boundary(bits, b) : a >= boundary(bits, b);
-  return z > 0 ? half + k : half - 1 - k;
-}
-
-float level_of(int code, int bits) {
-  const int half = 1 << (bits - 1);
-  return code >= half ? level(bits, code - half) : -level(bits, half - 1 - code);
-}
-
 void put_code(uint8_t* codes, int64_t i, int bits, int code) {
   const int64_t bit = i * bits;
   codes[bit / 8] = (uint8_t)(codes[bit / 8] | code << (bit % 8));
@@ -337,9 +307,9 @@ int get_code(const uint8_t* codes, int64_t i, int bits) {
 void quantize_portable(const float* y, int64_t size, int bits, float stretch, uint8_t* codes, float* c) {
   memset(codes, 0, (size_t)(size * bits + 7) / 8);
   for (int64_t i = 0; i < size; ++i) {
-    const int code = nearest_level(y[i] * stretch, bits);
+    const int code = lc_eden_code(y[i] * stretch, bits);
     put_code(codes, i, bits, code);
-    c[i] = level_of(code, bits);
+    c[i] = lc_eden_level(code, bits);
   }
 }
 
@@ -347,7 +317,7 @@ void quantize_portable(const float* y, int64_t size, int bits, float stretch, ui
 // Eight levels by number, for permutevar8x32, repeated where there are fewer.
 LC_INLINE __m256 level_table(int bits, int from) {
   alignas(32) float table[8];
-  for (int i = 0; i < 8; ++i) table[i] = level_of((from + i) % (1 << bits), bits);
+  for (int i = 0; i < 8; ++i) table[i] = lc_eden_level((from + i) % (1 << bits), bits);
   return _mm256_load_ps(table);
 }
 
@@ -390,7 +360,7 @@ template <int BITS>
 LC_AVX2 void quantize_avx2(const float* y, int64_t size, float stretch, uint8_t* codes, float* c) {
   __m256i below[7];
   for (int b = 0; b + 1 < 1 << (BITS - 1); ++b)
-    below[b] = _mm256_set1_epi32((int)lc_bits(boundary(BITS, b)) - 1);
+    below[b] = _mm256_set1_epi32((int)lc_bits(lc_eden_boundary(BITS, b)) - 1);
   const __m256 low = level_table(BITS, 0), high = level_table(BITS, 8);
   for (int64_t i = 0; i < size; i += 32, codes += 4 * BITS) {
     __m256i code[4];
@@ -427,22 +397,20 @@ float encode_rotated(const float* y, int64_t size, int bits, int mode, uint8_t* 
   const float on_scale = Factor(size).on_scale;
   float l1 = 0, energy = 0;
   if (bits == 1) l1 = take_signs(y, size, codes) * on_scale;
-  if (bits > 1 || mode != BIASED) energy = product(y, y, size) * (on_scale * on_scale);
+  if (bits > 1 || mode != LC_EDEN_BIASED) energy = product(y, y, size) * (on_scale * on_scale);
   if (*ordinary && !proves_ordinary(l1, energy, size, bits)) {
     *ordinary = false;
     return 0;
   }
-  if (bits == 1)
-    return mode == BIASED ? l1 / (float)size : mode == UNBIASED ? energy / l1 : std::sqrt(energy / (float)size);
-  const float stretch = (float)std::sqrt((double)size) / std::sqrt(energy) * on_scale;
+  if (bits == 1) return lc_eden_scale_of_signs(l1, energy, (float)size, mode);
+  const float stretch = lc_eden_root(__builtin_ctzll((uint64_t)size)) / std::sqrt(energy) * on_scale;
   quantize(y, size, bits, stretch, codes, c);
-  if (mode == UNBIASED) return energy / (product(c, y, size) * on_scale);
-  const float norm = product(c, c, size);
-  return mode == BIASED ? product(c, y, size) * on_scale / norm : std::sqrt(energy / norm);
+  const float dot = mode == LC_EDEN_MATCHED ? 0 : product(c, y, size) * on_scale;
+  return lc_eden_scale_of_levels(dot, energy, mode == LC_EDEN_UNBIASED ? 0 : product(c, c, size), mode);
 }
 
 int finish_block(float scale, int flags, const Layout& job, int64_t first) {
-  if (scale > MAX_SCALE) scale = MAX_SCALE, flags |= LC_SATURATED;
+  if (scale > LC_EDEN_MAX_SCALE) scale = LC_EDEN_MAX_SCALE, flags |= LC_SATURATED;
   lc_store_float(job.scale_at(first), scale);
   return flags;
 }
@@ -457,7 +425,7 @@ int encode_block(const float* p, int64_t m, int64_t size, const Layout& job, int
   if (ordinary) return finish_block(scale, 0, job, first);
   float absmax;
   const int flags = lc_survey(p, m, &absmax);
-  const float factor = absmax >= 0x1p40f ? 0x1p-100f : lc_range_factor(absmax);
+  const float factor = lc_eden_range_factor(absmax);
   lc_clean(p, size, factor, w.clean);
   rotate(w.clean, w.signs, first, size, w.y);
   scale = encode_rotated(w.y, size, job.bits, mode, codes, w.clean, &ordinary) / factor;
@@ -469,7 +437,7 @@ int encode_block(const float* p, int64_t m, int64_t size, const Layout& job, int
 constexpr int64_t USUAL_BLOCK = 4096;  // 64 * 8 * 8, and a power of 4: the last pass is of eight, without a factor
 
 bool usual(int64_t size, const Layout& job, int mode) {
-  return fast(size) && size == USUAL_BLOCK && job.bits == 1 && mode == BIASED;
+  return fast(size) && size == USUAL_BLOCK && job.bits == 1 && mode == LC_EDEN_BIASED;
 }
 
 // One bit, the usual size. False where the block needs encode_block.
@@ -499,7 +467,7 @@ LC_AVX2 bool correct_and_encode_usual_avx2(const float* x, const float* residual
 void fill_levels_portable(const uint8_t* codes, int64_t size, int bits, float scale, float* y) {
   for (int64_t i = 0; i < size; ++i) {
     const int code = get_code(codes, i, bits);
-    y[i] = scale * (bits == 1 ? 1.0f - 2.0f * (float)code : level_of(code, bits));
+    y[i] = scale * (bits == 1 ? 1.0f - 2.0f * (float)code : lc_eden_level(code, bits));
   }
 }
 

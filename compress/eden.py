@@ -16,8 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from . import launches
 from .codec import SATURATED, TINY, Codec, check_decode, check_encode, check_feedback, pad4
 from .kernels import dtype_code, kernel, runs_on_kernels, threads
+from .launches import Launcher, Sink, Source
 from .packing import as_blocks, pack_bits, tree_sum, unpack_bits
 from .philox import bucket_seed, rademacher
 from .ranges import LARGE, exact_sqrt, finite_part, range_factor
@@ -109,6 +111,8 @@ class Eden(Codec):
 
     def encode(self, x: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> int:
         check_encode(self, x, out)
+        if launches.runs(self, x, out):
+            return launches.encode(self, x, out, place=(step, rank, bucket))
         key = self._key(rank, bucket)
         if not runs_on_kernels(x, out):
             return self._encode_torch(x, out, key, step)
@@ -118,6 +122,9 @@ class Eden(Codec):
 
     def decode(self, body: Tensor, out: Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0) -> None:
         check_decode(self, body, out)
+        if launches.runs(self, body, out):
+            sink = Sink(out=out.data_ptr())
+            return self._launch_decode(launches.launcher(out), body, sink, out.numel(), (step, rank, bucket))
         key = self._key(rank, bucket)
         if not runs_on_kernels(body, out):
             self._decode_torch(body, out, key, step)
@@ -130,6 +137,9 @@ class Eden(Codec):
         self, body: Tensor, acc: Tensor, weight: float = 1.0, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> None:
         check_decode(self, body, acc)
+        if launches.runs(self, body, acc):
+            sink = Sink(out=acc.data_ptr(), add=True, weight=weight)
+            return self._launch_decode(launches.launcher(acc), body, sink, acc.numel(), (step, rank, bucket))
         if not runs_on_kernels(body, acc):
             super().decode_add(body, acc, weight, step=step, rank=rank, bucket=bucket)
             return
@@ -149,11 +159,13 @@ class Eden(Codec):
         rank: int = 0,
         bucket: int = 0,
     ) -> int:
+        check_feedback(self, x, residual, candidate, out)
+        if launches.runs(self, x, residual, candidate, out):
+            return launches.encode(self, x, out, residual, candidate, decay, (step, rank, bucket))
         if not runs_on_kernels(x, residual, candidate, out):
             return super().encode_feedback(
                 x, residual, candidate, out, decay=decay, step=step, rank=rank, bucket=bucket
             )
-        check_feedback(self, x, residual, candidate, out)
         call = kernel("lc_eden_feedback", "pppfppll" + "iiuwi")
         buffers = (x.data_ptr(), residual.data_ptr(), candidate.data_ptr(), decay)
         target = (*self._sections(out, x.numel()), x.numel(), self.block)
@@ -164,6 +176,25 @@ class Eden(Codec):
             return None
         levels = _LEVELS[self.bits]
         return (levels[0] / levels[-1]) ** 2 / self.block
+
+    _seeded_decode = True
+
+    @property
+    def _on_cuda(self) -> bool:
+        return launches.takes_block(self.block, most=4096)
+
+    def _launch_encode(self, on: Launcher, source: Source, out: Tensor, n: int, place: tuple[int, int, int]) -> int:
+        step, rank, bucket = place
+        job = (n, self.block, self.bits, _MODES[self.mode], self._key(rank, bucket), step)
+        return launches.eden(on, source, *self._sections(out, n), *job)
+
+    def _launch_decode(
+        self, on: Launcher, body: Tensor, sink: Sink, n: int, place: tuple[int, int, int] = (0, 0, 0)
+    ) -> None:
+        step, rank, bucket = place
+        job = (n, self.block, self.bits, self._key(rank, bucket), step)
+        scales, codes = self._sections(body, n)
+        launches.eden_decode(on, scales, codes, sink, *job)
 
     def _key(self, rank: int, bucket: int) -> int:
         own = (rank + 1) << 32 if self.mode == "unbiased" else 0

@@ -24,7 +24,7 @@ __all__ = ["decode_outer_step", "decode_sum", "encode_delta", "fuses"]
 
 def fuses(codec: Codec, bodies: Sequence[Tensor], out: Tensor) -> bool:
     """Whether one kernel decodes and adds up these bodies: CUDA, at equal distances in memory."""
-    if not launches.runs(codec, out, *bodies):
+    if codec._seeded_decode or not launches.runs(codec, out, *bodies):
         return False
     addresses = [body.data_ptr() for body in bodies]
     return len({after - before for before, after in pairwise(addresses)}) <= 1

@@ -271,3 +271,26 @@ def topk_decode(on: Launcher, body: int, sink: Sink, n: int, rows: Rows) -> int:
             on.launch("topk", "lc_topk_decode", -(-n // rows.c), rows.threads, *arguments, shared=space)
 
     return on.flags(run)
+
+
+# ---- eden.py
+
+
+def _eden_space(threads: int) -> int:
+    return 4 * (9 * threads + threads // 4)  # the block, sums, random signs
+
+
+def eden(
+    on: Launcher, source: Source, scales: int, codes: int, n: int, block: int, bits: int, mode: int, key: int, step: int
+) -> int:
+    size = _threads(block)
+    rest = (n, block, bits, mode, key, step, scales, codes)
+    return _run_encoder(on, "eden", "lc_eden_encode", n, size, *source, *rest, shared=_eden_space(size))
+
+
+def eden_decode(
+    on: Launcher, scales: int, codes: int, sink: Sink, n: int, block: int, bits: int, key: int, step: int
+) -> None:
+    size = _threads(block)
+    rest = (n, block, bits, key, step, codes - scales)
+    on.launch("eden", "lc_eden_decode", -(-n // (8 * size)), size, scales, *sink, *rest, shared=_eden_space(size))
