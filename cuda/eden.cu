@@ -244,7 +244,7 @@ LC_DEVICE u32 eden_encode(const LcSource& source, const EdenJob& job, float* can
 }
 
 // block: a power of two from 8 to 4096. seed: of the encoding rank.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 lc_eden_encode(const void* x, int dtype, const float* anchor, const float* residual, float decay, float* candidate, i64 n,
                int block, int bits, int mode, u64 seed, u32 step, u8* scales, u8* codes, u32* flags) {
   LC_DYNAMIC_SHARED(float, memory);
@@ -288,7 +288,7 @@ LC_DEVICE void eden_decode_body(const u8* body, i64 codes_at, i64 n, int block, 
 
 // bodies: `count` of them, `stride` bytes apart; their codes begin `codes_at` bytes behind the scales. All ranks have the
 // signs of `seed`. See LcSink.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 lc_eden_decode(const u8* bodies, i64 stride, int count, const float* weights, float weight, float divisor, int add,
                float* out, float* anchor, float* momentum, float outer_lr, float outer_momentum, int nesterov, i64 n,
                int block, int bits, u64 seed, u32 step, i64 codes_at) {

@@ -428,7 +428,7 @@ LC_DEVICE void topk_store_residuals(const LcSource& source, float* candidate, i6
 
 // Threads of a thread block: a power of two of at least 32, 1/16 of c and 1/8 of k. It does `together` rows, so that what
 // it writes begins and ends with whole bytes.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 1)
 lc_topk_encode(const void* x, int dtype, const float* anchor, const float* residual, float decay, float* candidate, i64 n,
                int c, int k, int index, int value, int iterations, int together, u8* scales, u8* indices, u8* codes,
                u32* flags) {
@@ -587,7 +587,7 @@ LC_DEVICE bool topk_read_row(const TopkFormat& f, const TopkSections& from, i64 
 // bodies: `count` of them, `stride` bytes apart, their sections `indices_at` and `codes_at` bytes behind the start. See
 // LcSink. One row for each thread block, threads as for encoding. With `check` only the flag LC_DAMAGED comes out; a
 // launch that updates what is there does nothing where an earlier one has raised it.
-extern "C" __global__ void __launch_bounds__(512)
+extern "C" __global__ void __launch_bounds__(512, 2)
 lc_topk_decode(const u8* bodies, i64 stride, int count, const float* weights, float weight, float divisor, int add,
                float* out, float* anchor, float* momentum, float outer_lr, float outer_momentum, int nesterov, i64 n, int c,
                int k, int index, int value, i64 indices_at, i64 codes_at, int check, u32* flags) {
