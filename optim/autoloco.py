@@ -137,8 +137,9 @@ class AutoLoCo(LowCommOptimizer):
     ):
         check_outer(outer_lr, outer_momentum)
         powers = (loss_power, lr_power, noise_power)
-        limits = (min_interval, max_interval or (1 << 40), rate_limit, smoothing)
+        limits = (min_interval, (1 << 40) if max_interval is None else max_interval, rate_limit, smoothing)
         _check(sync_every, calib_rounds, limits, form, horizon)
+        _check_run(total_steps, lr_warmup_steps, powers)
         if form == "gain" and outer_lr > max_outer_lr:
             raise ValueError(f"outer_lr must be at most max_outer_lr ({max_outer_lr}) but is: {outer_lr}")
         if form == "normalized" and not (correct_momentum and correct_lr):
@@ -154,6 +155,7 @@ class AutoLoCo(LowCommOptimizer):
         self._lr_warmup, self._calib_rounds = lr_warmup_steps, calib_rounds
         self._pending: list[Tensor | float] = []  # losses recorded and not yet added up
         self._squares: dict[int, float] = {}  # |D_i|^2 of what has just been sent, by bucket
+        self._scalars_due = False
         self._mean: Scalars | None = None  # of the exchange that is about to be applied
         self.last_round: RoundStatistics | None = None
         """Statistics of the latest round, or None."""
@@ -300,8 +302,9 @@ class AutoLoCo(LowCommOptimizer):
         sent = super()._send_others(names, buffers, optional)
         self._mean = None
         if self._scalars_due:
-            row = torch.tensor(self._own_scalars().row(), dtype=torch.float64, device=self._fragments[0].device)
-            here = float(row[5] > 0.0)  # workers that have run out of data do not count
+            sums = self._own_scalars()
+            row = torch.tensor(sums.row(), dtype=torch.float64, device=self._fragments[0].device)
+            here = float(sums.steps > 0.0)  # workers that have run out of data do not count
             work = self._dense.start(row, bucket=_SCALARS_BUCKET, round=self._round, weight=here)
             sent.append((Fragment(_SCALARS_BUCKET, [torch.empty_like(row)], [0]), work))
             work.wait()
@@ -367,6 +370,13 @@ class AutoLoCo(LowCommOptimizer):
     def _corrected(self) -> CorrectedNesterov:
         assert isinstance(self._rule, CorrectedNesterov)
         return self._rule
+
+
+def _check_run(total_steps: int | None, lr_warmup_steps: int, powers: tuple[float, ...]) -> None:
+    if total_steps is not None and total_steps < 1:
+        raise ValueError(f"total_steps must be at least 1, or None, but is: {total_steps}")
+    if lr_warmup_steps < 0 or not all(math.isfinite(power) for power in powers):
+        raise ValueError(f"need lr_warmup_steps >= 0 and finite powers but got {lr_warmup_steps}, {powers}")
 
 
 def _check(sync_every: int, calib_rounds: int, limits: tuple[float, ...], form: str, horizon: str) -> None:

@@ -90,9 +90,9 @@ class CO2(OneRoundLate):
         clip: float | None = None,
         **shared: Unpack[SharedOptions],
     ):
-        if not alpha > 0.0 or not 0.0 <= beta < 1.0 or (clip is not None and not clip > 0.0):
+        if not 0.0 < alpha < math.inf or not 0.0 <= beta < 1.0 or (clip is not None and not clip > 0.0):
             raise ValueError(f"need alpha > 0, 0 <= beta < 1 and clip > 0 or None but got {alpha}, {beta}, {clip}")
-        if not isinstance(gap_penalty, bool) and gap_penalty < 1.0:
+        if not isinstance(gap_penalty, bool) and not 1.0 <= gap_penalty < math.inf:
             raise ValueError(f"gap_penalty must be True, False or a number of at least 1 but is: {gap_penalty}")
         self._gap = gap_penalty
         super().__init__(

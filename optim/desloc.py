@@ -102,6 +102,8 @@ class DESLOC(LowCommOptimizer):
         _check(periods, sync_point, outer_lr)
         if outer_lr is not None:
             check_outer(outer_lr, outer_momentum)
+        if isinstance(reset, str):
+            raise ValueError(f"reset must be a sequence of names but is: {reset!r}; write ({reset!r},)")
         if shared.get("average_state"):
             raise ValueError("average_state is for methods with one period; name the state in sync_every instead")
         outer = {"outer_lr": outer_lr, "outer_momentum": outer_momentum, "outer_nesterov": nesterov}

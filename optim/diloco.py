@@ -14,6 +14,7 @@ Inner optimizer state is neither sent nor reset.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch.optim import Optimizer
@@ -83,8 +84,8 @@ class DiLoCo(LowCommOptimizer):
 
 
 def check_outer(outer_lr: float, outer_momentum: float) -> None:
-    """Raise ValueError unless outer_lr > 0 and 0 <= outer_momentum < 1."""
-    if not outer_lr > 0.0:
-        raise ValueError(f"outer_lr must be > 0 but is: {outer_lr}")
+    """Raise ValueError unless outer_lr is finite and > 0, and 0 <= outer_momentum < 1."""
+    if not 0.0 < outer_lr < math.inf:
+        raise ValueError(f"outer_lr must be > 0 and finite but is: {outer_lr}")
     if not 0.0 <= outer_momentum < 1.0:
         raise ValueError(f"outer_momentum must be in [0, 1) but is: {outer_momentum}")

@@ -113,7 +113,7 @@ class LowCommOptimizer(FlatState):
         statistics: bool = False,
     ):
         self._inners = check_inner(inner)
-        check_options(sync_every, weights, warmup_steps, compress, on_failure, offload, init)
+        check_options(sync_every, weights, average_state, warmup_steps, phase, compress, on_failure, offload, init)
         self._schedule = None if isinstance(sync_every, int) else sync_every
         self._rule = rule
         self._weights = weights
@@ -611,7 +611,8 @@ class LowCommOptimizer(FlatState):
             self._lay_out()
         if any(fragment.anchor is None for fragment in self._fragments):
             raise RuntimeError(
-                f"{type(self).__name__} without compress keeps no anchor to hand over; call flush() and build a new one"
+                f"{type(self).__name__} without compress keeps no anchor to hand over; build a new optimizer on the "
+                "group that is left: its workers then start from the weights of its rank 0"
             )
         feedback = {f.bucket: self._reducer.state(f.bucket) for f in self._fragments}
         before = self._reducer.world_size

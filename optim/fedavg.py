@@ -78,7 +78,7 @@ class FedAvg(LowCommOptimizer):
             )
         fixed = [name for name in ("sync_every", "weights", "warmup_steps", "phase") if name in shared]
         if fixed:
-            raise ValueError(f"FedAvg sets {fixed} itself; use LocalSGD to choose")
+            raise ValueError(f"FedAvg sets {', '.join(fixed)} itself; use LocalSGD to choose")
         self._samples, self._fraction, self._seed = samples, fraction, seed
         shared["weights"] = self._sample_weight
         length = epochs * math.ceil(samples / batch_size)

@@ -54,7 +54,15 @@ def check_inner(inner: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
 
 
 def check_options(
-    sync_every: Any, weights: Any, warmup_steps: Any, compress: Any, on_failure: Any, offload: Any, init: Any
+    sync_every: Any,
+    weights: Any,
+    average_state: Any,
+    warmup_steps: Any,
+    phase: Any,
+    compress: Any,
+    on_failure: Any,
+    offload: Any,
+    init: Any,
 ) -> None:
     if isinstance(sync_every, bool) or not isinstance(sync_every, (int, Schedule)):
         raise ValueError(f"sync_every must be an int or have a next_sync method but is: {sync_every!r}")
@@ -64,8 +72,11 @@ def check_options(
         raise ValueError(f"weights must be 'uniform', a number or a callable but is: {weights!r}")
     if isinstance(weights, (int, float)) and not (math.isfinite(weights) and weights >= 0):
         raise ValueError(f"weights must be finite and not negative but is: {weights}")
-    if isinstance(warmup_steps, bool) or not isinstance(warmup_steps, int) or warmup_steps < 0:
-        raise ValueError(f"warmup_steps must be an int of at least 0 but is: {warmup_steps!r}")
+    if isinstance(average_state, str) or not all(isinstance(name, str) for name in average_state):
+        raise ValueError(f"average_state must be a sequence of names but is: {average_state!r}; write ('exp_avg',)")
+    for name, count in (("warmup_steps", warmup_steps), ("phase", phase)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise ValueError(f"{name} must be an int of at least 0 but is: {count!r}")
     if compress is not None and not isinstance(compress, Codec):
         raise ValueError(f"compress must be a codec of lowcomm.compress or None but is: {compress!r}")
     for name, value, legal in (

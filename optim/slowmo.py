@@ -9,6 +9,7 @@ X anchor, M = sum_i w_i x_i, gamma the inner learning rate of the round's last s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -86,7 +87,7 @@ class SlowMo(LowCommOptimizer):
         buffers: Literal["maintain", "reset", "average"] = "maintain",
         **shared: Unpack[SharedOptions],
     ):
-        if not alpha > 0.0 or not 0.0 <= beta < 1.0:
+        if not 0.0 < alpha < math.inf or not 0.0 <= beta < 1.0:
             raise ValueError(f"need alpha > 0 and 0 <= beta < 1 but got alpha={alpha}, beta={beta}")
         if buffers not in ("maintain", "reset", "average"):
             raise ValueError(f"buffers must be 'maintain', 'reset' or 'average' but is: {buffers!r}")

@@ -97,9 +97,10 @@ def method_of(text: str, sync_every: int | None) -> functools.partial[Any]:
     name, keywords = name_and_keywords(text)
     if name.islower():
         build = build_of(name)
-        takes = "sync_every" in build.__annotations__
-        default = {} if sync_every is None or not takes else {"sync_every": sync_every}
-        unknown = set(keywords) - set(build.__annotations__)
+        parameters = inspect.signature(build).parameters.values()
+        takes = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        default = {} if sync_every is None or "sync_every" not in takes else {"sync_every": sync_every}
+        unknown = set(keywords) - takes
         if unknown:
             raise ValueError(f"{text!r}: the recipe does not take {', '.join(sorted(unknown))}")
         return functools.partial(build, **{**default, **keywords})

@@ -51,8 +51,8 @@ def name_and_keywords(text: str) -> tuple[str, dict[str, Any]]:
     try:
         call = _call(text)
         keywords = _keywords(call)
-    except (SyntaxError, TypeError, ValueError, ZeroDivisionError):
-        raise ValueError(rule) from None
+    except (SyntaxError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise ValueError(f"{rule}: {error}") from None
     if not isinstance(call.func, ast.Name) or call.args:
         raise ValueError(rule)
     return call.func.id, keywords

@@ -121,7 +121,7 @@ def table(summary: dict[str, Any]) -> str:
         [
             run["name"],
             f"{run['validation_loss']:.4f}",
-            f"{run['validation_loss_spread']:.4f}",
+            f"{run['validation_loss_spread']:.4f}" if len(run["seeds"]) > 1 else "-",
             f"{run['loss_increase_percent']:+.1f} %",
             f"{run['bytes_sent'] / 1e6:,.2f}",
             f"{run['times_fewer_bytes']:,.0f}x",

@@ -32,10 +32,12 @@ def choose(
 
     Raises:
         ValueError: the options do not go together.
-        TypeError: codec or second codec is not one.
     """
     if not isinstance(second, Codec | None) or not isinstance(codec, Codec | SharedTopK | None):
-        raise TypeError(f"codec must be a Codec or None but is: {codec!r}, second_codec: {second!r}")
+        raise ValueError(
+            "codec must be a Codec, a SharedTopK or None, second_codec a Codec or None, but they are: "
+            f"{codec!r}, {second!r}"
+        )
     if second is not None and option not in ("auto", "two_phase"):
         raise ValueError(f'second_codec belongs to algorithm="two_phase" but algorithm is {option!r}; remove it')
     if option == "ring":

@@ -90,7 +90,7 @@ def test_bad_settings() -> None:
     for bad in ({"samples": 0}, {"fraction": 0.0}, {"fraction": 1.5}, {"epochs": 0}):
         with pytest.raises(ValueError, match="0 < fraction <= 1"):
             FedAvg(inner, **{"samples": 2, "batch_size": 1, **bad})
-    with pytest.raises(ValueError, match=r"FedAvg sets \['weights'\] itself"):
+    with pytest.raises(ValueError, match=r"FedAvg sets weights itself"):
         FedAvg(inner, samples=2, batch_size=1, weights=2.0)
     with pytest.raises(RuntimeError, match="counts on this worker"):
         FedAvg(inner, samples=2, batch_size=1).sit_out()

@@ -336,9 +336,13 @@ def test_c10_our_own_errors_are_no_network_failures(two: list[dict[str, Any]]) -
 
 
 def test_s3_load_state_dict_by_keyword() -> None:
-    p = nn.Parameter(torch.zeros(2))
-    optimizer = DiLoCo(AdamW([p]))
-    optimizer.load_state_dict(state_dict=optimizer.state_dict())
+    p, q = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
+    optimizer, other = DiLoCo(AdamW([p]), sync_every=1), DiLoCo(AdamW([q]), sync_every=1)
+    p.grad = torch.ones(2)
+    optimizer.step()
+    other.load_state_dict(state_dict=optimizer.state_dict())
+    assert torch.equal(other.state[q]["anchor"], optimizer.state[p]["anchor"])
+    assert bool(other.state[q]["anchor"].any())
 
 
 @pytest.mark.parametrize("build", [DiLoCo, LocalSGD, functools.partial(StreamingDiLoCo, fragments="bytes")])

@@ -227,7 +227,7 @@ def test_choices() -> None:
     for bad in ({"density": 0.0}, {"support": "oracle"}):
         with pytest.raises(ValueError, match="must be"):
             SharedTopK(**bad)
-    with pytest.raises(TypeError, match="Codec"):
+    with pytest.raises(ValueError, match="Codec"):
         AllReduce(codec="int8")
 
 
