@@ -31,7 +31,7 @@ def sgd(count: int = 2) -> SGD:
         (lambda: DiLoCo(sgd(), sync_every=0), ValueError, "sync_every must be at least 1 but is: 0"),
         (lambda: DiLoCo(sgd(), sync_every=2.5), ValueError, "sync_every must be an int or have a next_sync method"),
         (lambda: DiLoCo(sgd(), sync_every=True), ValueError, "sync_every must be an int or have a next_sync method"),
-        (lambda: DiLoCo(sgd(), outer_lr=0.0), ValueError, "outer_lr must be > 0 but is: 0.0"),
+        (lambda: DiLoCo(sgd(), outer_lr=0.0), ValueError, "outer_lr must be > 0 and finite but is: 0.0"),
         (lambda: DiLoCo(sgd(), outer_momentum=1.0), ValueError, r"outer_momentum must be in \[0, 1\) but is: 1.0"),
         (lambda: DiLoCo(sgd(), compress="int8"), ValueError, "compress must be a codec"),
         (lambda: DiLoCo(sgd(), compress=Int8(), feedback="ef"), ValueError, "feedback must be"),
