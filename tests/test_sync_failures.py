@@ -61,6 +61,7 @@ def _scenarios(rank: int, world_size: int) -> dict[str, tuple[str, str, float, b
     _corrupting(reducer, 17, rank, world_size)  # the number of entries
     results["body"] = _attempt(reducer, torch.randn(30))
     results["silent"] = _silent(rank, four[0], pids)
+    dist.barrier()  # the rank that was stopped needs time to find out that the others have given it up
     results["late"] = _dies_between_messages(rank, four[1])
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
